@@ -1,0 +1,110 @@
+"""The router: logits of one token over all experts become K expert ids and K float32 weights.
+
+Two families cover today's models:
+
+- softmax (Mixtral, Qwen3-MoE): probabilities over all experts, the K largest, renormalised or not;
+- sigmoid with a correction bias (GLM-4.5, DeepSeek-V3): the bias steers WHICH experts are chosen and never enters
+  the weights; optionally only experts of the best groups compete, a group scoring the sum of its two best.
+
+Sources: Mixtral (arXiv:2401.04088), DeepSeek-V3 (arXiv:2412.19437, sections 2.1.2 and 2.1.3).
+Legend: T tokens, E experts, K experts per token, G groups.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from epmoe.core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How logits become ids and weights.
+
+    Attributes:
+        scoring: "softmax" over all experts, or an independent "sigmoid" per expert.
+        renormalize: divide the K weights of a token by their sum.
+        groups, topk_groups: experts form `groups` equal groups; only those of the best `topk_groups` compete.
+        scale: multiplies the weights once, after renormalisation (routed_scaling_factor).
+    """
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    groups: int = 1
+    topk_groups: int = 1
+    scale: float = 1.0
+
+    def __post_init__(self):
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise InputError(f"scoring={self.scoring!r}: choose 'softmax' or 'sigmoid'")
+        if not 1 <= self.topk_groups <= self.groups:
+            raise InputError(
+                f"topk_groups={self.topk_groups}: must be between 1 and groups={self.groups}"
+            )
+
+    def check(self, experts: int, topk: int) -> None:
+        """Raise InputError where this router cannot serve `experts` and `topk`."""
+        if not 1 <= topk <= experts:
+            raise InputError(f"topk={topk}: must be between 1 and experts={experts}")
+        if experts % self.groups:
+            raise InputError(f"experts={experts} do not form groups={self.groups} equal groups")
+        reachable = experts // self.groups * self.topk_groups
+        if topk > reachable:
+            raise InputError(
+                f"topk={topk} is more than the {reachable} experts of {self.topk_groups} groups: raise topk_groups"
+            )
+
+
+def route(
+    logits_TE: Tensor, config: RouterConfig, topk: int, bias_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of every token.
+
+    Args:
+        logits_TE: [T, E] of any float dtype; computed in float32.
+        config: the router.
+        topk: K.
+        bias_E: [E] float32 correction bias, steers the choice only; None for none.
+
+    Returns:
+        topk_ids_TK [T, K] int32, best first, and topk_weights_TK [T, K] float32. A token depends on its own row alone.
+    """
+    if logits_TE.dim() != 2:
+        raise InputError(f"logits have shape {tuple(logits_TE.shape)}: expected [tokens, experts]")
+    config.check(logits_TE.shape[1], topk)
+    scores_TE = _scores(logits_TE.float(), config)
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E.float()
+    if config.groups > 1:
+        choice_TE = _only_best_groups(choice_TE, config)
+    ids_TK = stable_topk(choice_TE, topk)
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if config.renormalize:
+        # dim 1, never squeezed: with K = 1 every weight is exactly 1, whatever the other tokens are
+        weights_TK = weights_TK / (weights_TK.sum(dim=1, keepdim=True) + _EPSILON[config.scoring])
+    return ids_TK.to(torch.int32), weights_TK * config.scale
+
+
+_EPSILON = {"softmax": 0.0, "sigmoid": 1e-20}
+
+
+def _scores(logits_TE: Tensor, config: RouterConfig) -> Tensor:
+    return logits_TE.softmax(dim=1) if config.scoring == "softmax" else logits_TE.sigmoid()
+
+
+def stable_topk(choice_TE: Tensor, topk: int) -> Tensor:
+    """Ids of the K largest of every row, best first, the lowest id first among equals (torch.topk leaves ties open)."""
+    order_TE = choice_TE.sort(dim=1, descending=True, stable=True).indices
+    return order_TE[:, :topk]
+
+
+def _only_best_groups(choice_TE: Tensor, config: RouterConfig) -> Tensor:
+    tokens, experts = choice_TE.shape
+    size = experts // config.groups
+    choice_TGS = choice_TE.view(tokens, config.groups, size)
+    group_score_TG = choice_TGS.topk(min(2, size), dim=2).values.sum(dim=2)
+    best_TG = stable_topk(group_score_TG, config.topk_groups)
+    open_TG = torch.zeros_like(group_score_TG, dtype=torch.bool).scatter_(1, best_TG, True)
+    closed_TE = ~open_TG.repeat_interleave(size, dim=1)
+    return choice_TE.masked_fill(closed_TE, float("-inf"))

@@ -1,0 +1,1 @@
+"""The oracle, and the simplest expert-parallel layer around it."""
