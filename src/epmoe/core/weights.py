@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from epmoe.core.errors import InputError
@@ -37,7 +36,8 @@ class ExpertWeights:
         experts, hidden, intermediate = w2.shape
         if tuple(w13.shape) != (experts, 2 * intermediate, hidden):
             raise InputError(
-                f"w13 {tuple(w13.shape)} does not fit w2 {tuple(w2.shape)}: expected {(experts, 2 * intermediate, hidden)}"
+                f"w13 {tuple(w13.shape)} does not fit w2 {tuple(w2.shape)}: "
+                f"expected {(experts, 2 * intermediate, hidden)}"
             )
         if w13.dtype != w2.dtype or w13.device != w2.device:
             raise InputError(
@@ -99,9 +99,3 @@ def _draw_expert(shape: MoEShape, expert: int, seed: int, distinct: bool) -> tup
     w2 = torch.randn(shape.hidden, shape.intermediate, generator=generator)
     factor = expert + 1 if distinct else 1
     return w13 / shape.hidden**0.5, w2 * (factor / shape.intermediate**0.5)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of a [..., 2I] tensor whose first half is gate; computed in float32, returned in its dtype."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)

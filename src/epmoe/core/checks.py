@@ -1,0 +1,106 @@
+"""Checks of what a layer is built from and called with; none of them communicates.
+
+Only `bad_id` reads a device value, so it runs in checked mode alone.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from epmoe.core import registry
+from epmoe.core.capabilities import Spec
+from epmoe.core.errors import CapacityError, InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from epmoe.core.layer import LayerSpec
+
+
+def check_spec(spec: "LayerSpec") -> None:
+    """Raise InputError where shape, placement, weights, group, capacity and stage do not fit."""
+    shape, weights, placement = spec.shape, spec.weights, spec.placement
+    if placement.ranks != spec.group.size or placement.experts != shape.experts:
+        raise InputError(
+            f"placement maps {placement.experts} experts on {placement.ranks} ranks: "
+            f"the shape has {shape.experts} experts and the group {spec.group.size} ranks"
+        )
+    held = len(placement.experts_of(spec.group.rank))
+    expected = (held, shape.hidden, shape.intermediate)
+    if tuple(weights.w2_EHI.shape) != expected:
+        raise InputError(
+            f"w2 has shape {tuple(weights.w2_EHI.shape)}: this rank needs [E_local, H, I] = {expected}"
+        )
+    if weights.device.type != spec.device.type:
+        raise InputError(
+            f"weights are on {weights.device}, the group on {spec.device}: move the weights"
+        )
+    if not isinstance(spec.max_tokens_per_rank, int) or spec.max_tokens_per_rank < 1:
+        raise InputError(f"max_tokens_per_rank={spec.max_tokens_per_rank!r}: must be at least 1")
+    _check_stage(spec)
+
+
+def _check_stage(spec: "LayerSpec") -> None:
+    stage = registry.load(spec.stage)
+    unknown = sorted(set(spec.options) - set(stage.options))
+    if unknown:
+        known = ", ".join(stage.options) or "none"
+        raise InputError(
+            f"{spec.stage} has no option {', '.join(unknown)}: its options are {known}"
+        )
+    reasons = stage.capabilities.reasons_against(_needs(spec))
+    if reasons:
+        raise UnsupportedError(f"{spec.stage} cannot serve this layer: {'; '.join(reasons)}")
+
+
+def _needs(spec: "LayerSpec") -> Spec:
+    on_gpu = spec.device.type == "cuda"
+    return Spec(
+        dtype=spec.dtype,
+        device=spec.device.type,
+        arch=torch.cuda.get_device_capability(spec.device) if on_gpu else None,
+        transport=spec.group.transport,
+        placement=spec.placement.kind,
+        tokens=spec.max_tokens_per_rank,
+        topk=spec.shape.topk,
+        experts=spec.shape.experts,
+    )
+
+
+def problem_with_call(
+    spec: "LayerSpec", x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> InputError | None:
+    """What is wrong with one call's arguments on this rank, or None; reads shapes and dtypes only."""
+    hidden, topk, limit = spec.shape.hidden, spec.shape.topk, spec.max_tokens_per_rank
+    if x_TH.dim() != 2 or x_TH.shape[1] != hidden:
+        return InputError(f"x has shape {tuple(x_TH.shape)}: expected [T, H] with H={hidden}")
+    tokens = x_TH.shape[0]
+    for name, tensor in (("topk_ids", ids_TK), ("topk_weights", weights_TK)):
+        if tuple(tensor.shape) != (tokens, topk):
+            return InputError(
+                f"{name} has shape {tuple(tensor.shape)}: expected [T, K] = {(tokens, topk)}"
+            )
+    if x_TH.dtype != spec.dtype:
+        return InputError(f"x is {x_TH.dtype}, the weights are {spec.dtype}: convert x")
+    if ids_TK.dtype not in (torch.int32, torch.int64):
+        return InputError(f"topk_ids are {ids_TK.dtype}: expected int32 or int64")
+    if weights_TK.dtype != torch.float32:
+        return InputError(
+            f"topk_weights are {weights_TK.dtype}: keep them float32, the sum over K needs it"
+        )
+    for name, tensor in (("x", x_TH), ("topk_ids", ids_TK), ("topk_weights", weights_TK)):
+        if tensor.device.type != spec.device.type:
+            return InputError(f"{name} is on {tensor.device}, the layer on {spec.device}: move it")
+    if tokens > limit:
+        return CapacityError(
+            f"T={tokens} tokens on this rank, the layer was built for max_tokens_per_rank={limit}: "
+            "build it larger, or split the batch on all ranks"
+        )
+    return None
+
+
+def bad_id(ids_TK: Tensor, experts: int) -> InputError | None:
+    """An id that names no expert and is not -1, or None. Reads device values."""
+    wrong = ids_TK[(ids_TK < -1) | (ids_TK >= experts)]
+    if wrong.numel():
+        return InputError(f"expert id {int(wrong[0])}: ids are 0 to {experts - 1}, or -1 for none")
+    return None

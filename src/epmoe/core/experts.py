@@ -1,0 +1,60 @@
+"""The per-expert loop: the simplest expert compute that is not wasteful.
+
+Assignments are sorted by expert, so that every expert sees one contiguous block and is one pair of matrix products. How
+long each block is must be known on the host: one read of E_local + 1 numbers, a host synchronisation.
+
+Legend: R received rows, J places per row, N = R * J assignments, H hidden, I intermediate.
+"""
+
+import torch
+from torch import Tensor
+
+from epmoe.core import ledger
+from epmoe.core.numerics import matmul_float32, sum_in_order, swiglu
+from epmoe.core.split import Rows
+from epmoe.core.weights import ExpertWeights
+
+
+class LoopExperts:
+    """Experts one after the other, over rows sorted by expert."""
+
+    def __init__(self, weights: ExpertWeights):
+        self.weights = weights
+
+    def __call__(self, rows: Rows) -> Tensor:
+        """See `Experts`. Rows without a slot are never read."""
+        order_N, counts = self._sort_by_slot(rows.slots_RJ)
+        places = rows.slots_RJ.shape[1]
+        f_NH = rows.x_RH.new_zeros(order_N.numel(), self.weights.hidden, dtype=torch.float32)
+        start = counts[0]  # slot -1 sorts first: nothing to compute
+        for slot, count in enumerate(counts[1:]):
+            if count:
+                mine = order_N[start : start + count]
+                f_NH[mine] = self._expert(slot, rows.x_RH[mine // places])
+            start += count
+        ledger.record_rows(sum(counts[1:]))
+        return weigh_and_sum(f_NH, rows)
+
+    def _sort_by_slot(self, slots_RJ: Tensor) -> tuple[Tensor, list[int]]:
+        flat_N = slots_RJ.flatten().long()
+        order_N = flat_N.argsort(stable=True)  # stable: within an expert, rows keep their order
+        counts = flat_N.new_zeros(self.weights.experts + 1)
+        counts.index_add_(0, flat_N + 1, torch.ones_like(flat_N))
+        return order_N, counts.tolist()  # host sync: block lengths
+
+    def _expert(self, slot: int, x_MH: Tensor) -> Tensor:
+        """f(x) of one expert in float32: fp16's 65504 must not be met before the routing weight."""
+        h_MI = swiglu(x_MH @ self.weights.w13_E2IH[slot].T)
+        return matmul_float32(h_MI, self.weights.w2_EHI[slot].T)
+
+
+def weigh_and_sum(f_NH: Tensor, rows: Rows) -> Tensor:
+    """y_RH float32: apply the routing weights and add the J places of each row, first to last.
+
+    A masked place is replaced, not multiplied: 0 * NaN is NaN.
+    """
+    valid_RJ = rows.slots_RJ >= 0
+    weights_RJ = torch.where(valid_RJ, rows.weights_RJ, 0.0)
+    f_RJH = f_NH.view(*rows.slots_RJ.shape, f_NH.shape[1])
+    weighted_RJH = f_RJH * weights_RJ[:, :, None]
+    return sum_in_order(weighted_RJH.unbind(dim=1))

@@ -1,0 +1,207 @@
+"""The one seam: every stage is a `MoELayer`, made by `build`.
+
+    layer = build(stage, shape, weights, placement, group, max_tokens_per_rank)      # collective
+    y_TH = layer(x_TH, topk_ids_TK, topk_weights_TK)                                 # collective
+    layer.close()                                                                    # collective
+
+Legend: T tokens on this rank, H hidden, K experts per token, E experts, EP ranks, C = max_tokens_per_rank.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from epmoe.core import registry
+from epmoe.core.agreement import agree
+from epmoe.core.capabilities import Capabilities
+from epmoe.core.checks import bad_id, check_spec, problem_with_call
+from epmoe.core.errors import InputError, NotCapturableError
+from epmoe.core.groups import EPGroup
+from epmoe.core.placement import Placement
+from epmoe.core.shape import MoEShape
+from epmoe.core.weights import ExpertWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """Everything a stage is built from; checked by `build` before a stage sees it.
+
+    Attributes:
+        stage: the registered name.
+        shape, placement: global, the same on all ranks.
+        weights: of this rank's experts, in slot order.
+        group: the expert-parallel group; rank r of it owns `placement.experts_of(r)`.
+        max_tokens_per_rank: C, declared, the same on all ranks; a call may bring 0 to C tokens.
+        check: exchange a fingerprint of every call's arguments first (debug; costs a round trip).
+        options: the stage's own keyword options.
+    """
+
+    stage: str
+    shape: MoEShape
+    weights: ExpertWeights
+    placement: Placement
+    group: EPGroup
+    max_tokens_per_rank: int
+    check: bool = False
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.group.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.dtype
+
+
+class MoELayer(ABC):
+    """One complete expert-parallel layer of routed experts.
+
+    A call takes this rank's tokens and returns their outputs, y[t] = sum over k of w[t, k] * f_{ids[t, k]}(x[t]), summed in
+    float32. Ids outside [0, E) name no expert and contribute zero; an expert named twice counts twice.
+    """
+
+    def __init__(self, spec: LayerSpec):
+        self.spec = spec
+        self.closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return registry.load(self.spec.stage).capabilities
+
+    def __call__(self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """Run the layer. Collective: every rank calls it equally often, with 0 to C tokens.
+
+        Args:
+            x_TH: [T, H] in the weights' dtype, any strides.
+            topk_ids_TK: [T, K] int32 or int64 global expert ids, -1 for none.
+            topk_weights_TK: [T, K] float32.
+
+        Returns:
+            y_TH: [T, H], contiguous, in x's dtype; never an alias of an input.
+
+        Raises:
+            InputError: before any communication. With `check` on (EPMOE_CHECK=1) the same on all ranks.
+            NotCapturableError: in a CUDA graph capture, by stages that wait for the host.
+        """
+        self._refuse_capture()
+        problem = self._problem(x_TH, topk_ids_TK, topk_weights_TK)
+        if self.spec.check and not _capturing(self.spec.device):
+            fingerprint = {"H": x_TH.shape[-1:], "dtype": x_TH.dtype, "K": topk_ids_TK.shape[-1:]}
+            agree(
+                self.spec.group,
+                fingerprint,
+                problem or bad_id(topk_ids_TK, self.spec.shape.experts),
+            )
+        elif problem is not None:
+            raise problem
+        with torch.no_grad():
+            return self.forward(x_TH, topk_ids_TK.to(torch.int32), topk_weights_TK)
+
+    @abstractmethod
+    def forward(self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """The stage's own work; arguments are checked and ids are int32."""
+
+    def warmup(self) -> None:
+        """Run once with no tokens and once with C, so that nothing is compiled or allocated later. Collective."""
+        shape, device = self.spec.shape, self.spec.device
+        for tokens in (0, self.spec.max_tokens_per_rank):
+            x_TH = torch.zeros(tokens, shape.hidden, dtype=self.spec.dtype, device=device)
+            ids_TK = torch.arange(shape.topk, device=device, dtype=torch.int32).repeat(tokens, 1)
+            self(x_TH, ids_TK, torch.ones(tokens, shape.topk, device=device))
+        self.spec.group.barrier()
+
+    def close(self) -> None:
+        """Give back what the layer holds. Collective, explicit, may be called twice; the group stays open."""
+        self.closed = True
+
+    def describe(self) -> dict[str, object]:
+        """What this layer is and chose, for reports."""
+        spec = self.spec
+        return {
+            "stage": spec.stage,
+            "shape": spec.shape.name,
+            "ranks": spec.group.size,
+            "placement": spec.placement.kind,
+            "dtype": str(spec.dtype).removeprefix("torch."),
+            "device": spec.device.type,
+            "transport": spec.group.transport,
+            "max_tokens_per_rank": spec.max_tokens_per_rank,
+        }
+
+    def _problem(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> InputError | None:
+        """What is wrong with this rank's arguments, found without reading a device value."""
+        if self.closed:
+            return InputError(f"this {self.spec.stage} layer is closed: build a new one")
+        return problem_with_call(self.spec, x_TH, ids_TK, weights_TK)
+
+    def _refuse_capture(self) -> None:
+        if _capturing(self.spec.device) and not self.capabilities.graph_capturable:
+            raise NotCapturableError(
+                f"{self.spec.stage} waits for the host and cannot be captured in a CUDA graph: "
+                "run it eagerly, or choose a stage whose capabilities say graph_capturable"
+            )
+
+
+def build(
+    stage: str,
+    shape: MoEShape,
+    weights: ExpertWeights,
+    placement: Placement,
+    group: EPGroup,
+    max_tokens_per_rank: int,
+    *,
+    check: bool | None = None,
+    **options: object,
+) -> MoELayer:
+    """Build a layer. Collective: all ranks call it with the same stage, shape, placement, capacity and options.
+
+    Args:
+        stage: a registered name, its bare name or its number.
+        shape: sizes of the layer.
+        weights: this rank's experts, in slot order (`placement.experts_of(group.rank)`).
+        placement: which rank owns which expert.
+        group: the expert-parallel group.
+        max_tokens_per_rank: C, the most tokens any rank brings to a call.
+        check: compare arguments across ranks at every call; EPMOE_CHECK=1 by default.
+        options: the stage's own; an unknown one is refused with the list.
+
+    Raises:
+        InputError: the same on every rank, before any data moves.
+    """
+    check = os.environ.get("EPMOE_CHECK") == "1" if check is None else check
+    spec, problem = None, None
+    try:
+        spec = LayerSpec(
+            stage=registry.resolve(stage),
+            shape=shape,
+            weights=weights,
+            placement=placement,
+            group=group,
+            max_tokens_per_rank=max_tokens_per_rank,
+            check=check,
+            options=options,
+        )
+        check_spec(spec)
+    except InputError as error:
+        problem = error
+    fingerprint = {
+        "stage": spec.stage if spec else stage,
+        "shape": shape,
+        "placement": placement.owners,
+        "dtype": weights.dtype,
+        "max_tokens_per_rank": max_tokens_per_rank,
+        "check": check,
+        "options": sorted((name, repr(value)) for name, value in options.items()),
+    }
+    agree(group, fingerprint, problem)
+    assert spec is not None
+    return registry.load(spec.stage).factory(spec)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

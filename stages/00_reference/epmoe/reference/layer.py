@@ -1,0 +1,81 @@
+"""The simplest expert-parallel layer: everybody gets every token, computes what its own experts owe, and all add up.
+
+What it does: all-gather tokens and routing; loop over the local experts; reduce-scatter the sums.
+Why: nothing has to be found, counted or sorted across ranks; every buffer has a fixed size.
+When it wins: small batches and few ranks, where every rank is hit by almost every token anyway.
+What it costs: every token goes to every rank (EP * C rows), and float32 sums come back.
+
+Legend: T tokens here, C = max_tokens_per_rank, EP ranks, R = EP * C rows, H hidden, K experts per token, E experts.
+"""
+
+import torch
+from torch import Tensor
+
+from epmoe.core.capabilities import Capabilities
+from epmoe.core.experts import LoopExperts
+from epmoe.core.layer import LayerSpec
+from epmoe.core.registry import Stage
+from epmoe.core.split import Rows, SplitLayer
+
+
+class AllGather:
+    """Exchange: all-gather out, reduce-scatter home."""
+
+    def __init__(self, spec: LayerSpec):
+        self.group, self.capacity = spec.group, spec.max_tokens_per_rank
+        self.owner_E = spec.placement.owner_table(spec.device)
+        self.slot_E = spec.placement.slot_table(spec.device)
+
+    # --8<-- [start:dispatch]
+    def dispatch(
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> tuple[Rows, Tensor]:
+        """Gather everybody's tokens. The state that leads home is x itself: its length and dtype."""
+        ids_RK = self._gather(topk_ids_TK, padding=-1)
+        rows = Rows(
+            x_RH=self._gather(x_TH, padding=0),
+            slots_RJ=self._my_slots(ids_RK),
+            weights_RJ=self._gather(topk_weights_TK, padding=0),
+        )
+        return rows, x_TH
+
+    def _gather(self, mine: Tensor, padding: float) -> Tensor:
+        """[T, ...] here -> [EP * C, ...] everywhere; ranks hold different T, so everybody pads to C."""
+        padded = mine.new_full((self.capacity, *mine.shape[1:]), padding)
+        padded[: len(mine)] = mine
+        everyone = mine.new_empty((self.group.size * self.capacity, *mine.shape[1:]))
+        self.group.all_gather(everyone, padded)
+        return everyone
+
+    # --8<-- [end:dispatch]
+
+    def _my_slots(self, ids_RK: Tensor) -> Tensor:
+        """Global ids -> slots of this rank, -1 for everything that is not ours (or names no expert)."""
+        real_RK = (ids_RK >= 0) & (ids_RK < len(self.owner_E))
+        safe_RK = torch.where(real_RK, ids_RK, 0).long()
+        mine_RK = real_RK & (self.owner_E[safe_RK] == self.group.rank)
+        return torch.where(mine_RK, self.slot_E[safe_RK], -1)
+
+    # --8<-- [start:combine]
+    def combine(self, y_RH: Tensor, state: Tensor) -> Tensor:
+        """Add up what all ranks owe our tokens, in float32."""
+        y_CH = y_RH.new_empty(self.capacity, y_RH.shape[1])
+        self.group.reduce_scatter(y_CH, y_RH)
+        return y_CH[: len(state)].to(state.dtype).contiguous()
+
+    # --8<-- [end:combine]
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def _build(spec: LayerSpec) -> SplitLayer[Tensor]:
+    return SplitLayer(spec, AllGather(spec), LoopExperts(spec.weights))
+
+
+STAGE = Stage(
+    summary="all-gather, loop over the local experts, reduce-scatter",
+    capabilities=Capabilities(),
+    factory=_build,
+    options={},
+)
