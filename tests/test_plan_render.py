@@ -1,0 +1,67 @@
+"""What the limit calculator prints."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from epmoe.core.errors import InputError
+from epmoe.core.gpus import custom_gpu
+from epmoe.core.plan import SCHEMES, plan
+from epmoe.core.plan_render import headline, parse_tokens, plan_command, render, render_sweep
+from epmoe.core.shape import named_shape
+
+TOY = named_shape("toy")
+GLM = named_shape("glm-5.3-flash")
+SLOW = custom_gpu(memory_bandwidth=100.0, bf16_flops=1000.0, nvlink_bandwidth=10.0)
+
+
+def printed(renderable, width: int = 100) -> str:
+    page = io.StringIO()
+    Console(width=width, file=page).print(renderable)
+    return page.getvalue()
+
+
+def test_a_rendered_plan_says_what_binds():
+    one = plan(GLM, 4, 1)
+    assert "at least 87.8 us, memory-bound" in headline(one)
+    text = printed(render(one))
+    for words in ("0-3", "386.2 MB", "7.7", "4.40 TB/s", "450 GB/s", *SCHEMES):
+        assert words in text
+
+
+def test_a_rendered_plan_of_uneven_ranks_has_a_line_for_each():
+    text = printed(render(plan(TOY, 2, (1, 3), SLOW, capacity=4)))
+    assert "T 1/3" in text
+    assert "0-1" not in text
+
+
+def test_a_sweep_fits_eighty_columns():
+    text = printed(render_sweep([plan(GLM, 4, tokens) for tokens in (1, 8, 128)]), width=80)
+    rows = [line.split() for line in text.splitlines() if line.split()[5:6] == ["memory"]]
+    assert [row[:2] for row in rows] == [["1", "7.7"], ["8", "42.8"], ["128", "72.0"]]
+    assert "…" not in text
+
+
+def test_the_command_prints_tables_and_json(capsys):
+    plan_command(tokens="1")
+    assert "memory-bound" in capsys.readouterr().out
+    plan_command(tokens="1,8")
+    assert "42.8" in capsys.readouterr().out
+    plan_command(tokens="1,8", as_json=True)
+    plans = json.loads(capsys.readouterr().out)
+    assert [one["ranks"][0]["tokens"] for one in plans] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: parse_tokens("1,many"), "1,many"),
+        (lambda: plan_command(placement="anywhere"), "anywhere"),
+        (lambda: render_sweep([]), "at least one"),
+    ],
+)
+def test_bad_input_is_named(call, words):
+    with pytest.raises(InputError, match=words):
+        call()
