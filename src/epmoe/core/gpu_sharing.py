@@ -1,7 +1,7 @@
 """Several ranks on one GPU: what NCCL needs for it, and the CUDA multi-process service that makes it fast.
 
 NCCL refuses two ranks on a device unless it is recent enough and NCCL_MULTI_RANK_GPU_ENABLE is set. Without the
-multi-process service the processes take turns on the GPU, and one collective costs milliseconds instead of microseconds.
+multi-process service the processes take turns on the GPU, and one collective costs milliseconds, not microseconds.
 """
 
 import ctypes
@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from epmoe.core.errors import InputError
 
 MIN_NCCL = (2, 30, 0)
 LIBRARY_VARIABLE = "EPMOE_NCCL_LIBRARY"
@@ -37,11 +39,17 @@ print(number.value)
 
 
 def nccl_library() -> str | None:
-    """The libnccl that new ranks will use: the named one, a preloaded one, the one torch loaded, torch's bundled one."""
-    for path in (os.environ.get(LIBRARY_VARIABLE), *os.environ.get("LD_PRELOAD", "").split(":")):
-        if path and "libnccl" in Path(path).name:
-            return path
-    return loaded_nccl() or _bundled_nccl()
+    """The libnccl that new ranks will use: the named one, a preloaded one, torch's own.
+
+    Raises:
+        InputError: LIBRARY_VARIABLE names no file.
+    """
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if named and not Path(named).is_file():
+        raise InputError(f"{LIBRARY_VARIABLE}={named} is no file: give the path of a libnccl.so.2")
+    preloaded = os.environ.get("LD_PRELOAD", "").split(":")
+    found = (path for path in preloaded if "libnccl" in Path(path).name)
+    return named or next(found, None) or loaded_nccl() or _bundled_nccl()
 
 
 def nccl_version() -> tuple[int, int, int] | None:
@@ -132,13 +140,18 @@ def start_service(directories: Mapping[str, str], timeout: float = 10.0) -> bool
     Whoever starts it must send it "quit": it is a daemon, and outlives its parent.
     """
     environment = {**os.environ, **directories}
-    silent = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.DEVNULL,
-    }
+    quiet = (
+        subprocess.DEVNULL
+    )  # a pipe would stay open in the daemon, and this call would wait for it
     try:
-        subprocess.run([SERVICE, "-d"], env=environment, timeout=timeout, check=False, **silent)
+        subprocess.run(
+            [SERVICE, "-d"],
+            env=environment,
+            timeout=timeout,
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+        )
     except subprocess.TimeoutExpired:
         return False
     deadline = time.monotonic() + timeout

@@ -3,14 +3,13 @@
 Two planes, so that what a layer costs can be told apart from what its set-up costs:
 
 * data plane: `all_gather`, `reduce_scatter`, `all_to_all` on tensors of `group.device`; every call is in the ledger;
-* control plane: `barrier`, `all_gather_ints`, `all_gather_objects` on host values; never in the ledger, and never on the
-  CUDA stream where the group has a gloo side.
+* control plane: `barrier`, `all_gather_ints`, `all_gather_objects` on host values; never in the ledger, and never
+  on the CUDA stream where the group has a gloo side.
 """
 
 import os
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,13 +18,11 @@ import torch
 import torch.distributed as dist
 
 from epmoe.core import exchange_checks as checks
-from epmoe.core import ledger, transport
+from epmoe.core import gpu_sharing, ledger
+from epmoe.core import process_groups as pgs
 from epmoe.core.errors import DisagreementError, InputError, UnsupportedError
 from epmoe.core.exchange_checks import Counts
-
-# torch 2.13 renamed both and warns about the old names, which 2.11 has alone.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from epmoe.core.transport import choose_here
 
 
 @dataclass(eq=False)
@@ -59,9 +56,7 @@ class EPGroup:
         problem = problem or checks.blocks("all_gather", out, x, self.size)
         self._agree("all_gather", x, problem, rows=tuple(x.shape[:1]))
         self._record("all_gather", x, (self.size - 1) * x.nbytes)
-        if self.process_group is None:
-            return _copy(out, x)
-        _all_gather(_movable(out), _movable(x), group=self.process_group)
+        pgs.all_gather(out, x, self.process_group)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """out [n, ...] = the sum over ranks of their block `rank` of x [size*n, ...], taken in x's dtype."""
@@ -69,9 +64,7 @@ class EPGroup:
         problem = problem or checks.blocks("reduce_scatter", x, out, self.size)
         self._agree("reduce_scatter", x, problem, rows=tuple(x.shape[:1]))
         self._record("reduce_scatter", x, x.nbytes - x.nbytes // self.size)
-        if self.process_group is None:
-            return _copy(out, x)
-        _reduce_scatter(out, x, group=self.process_group)
+        pgs.reduce_scatter(out, x, self.process_group)
 
     def all_to_all(
         self,
@@ -91,9 +84,7 @@ class EPGroup:
         self._agree("all_to_all", x, problem, None if send else tuple(x.shape[:1]), recv, send)
         kept = x.shape[0] // self.size if send is None else send[self.rank]
         self._record("all_to_all", x, x.nbytes - kept * (x.nbytes // max(1, x.shape[0])))
-        if self.process_group is None:
-            return _copy(out, x)
-        dist.all_to_all_single(_movable(out), _movable(x), recv, send, group=self.process_group)
+        pgs.all_to_all(out, x, recv, send, self.process_group)
 
     # ---- control plane
 
@@ -103,12 +94,12 @@ class EPGroup:
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """The `values` of every rank, by rank; the same number of them on every rank."""
-        with _off_the_books():
+        with pgs.off_the_books():
             return self._gather_control(torch.tensor(list(values), dtype=torch.int64)).tolist()
 
     def all_gather_objects(self, obj: Any) -> list[Any]:
         """The `obj` of every rank, by rank; anything that pickles. For ranks that trust each other."""
-        with _off_the_books():
+        with pgs.off_the_books():
             mine = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
             lengths = [row[0] for row in self.all_gather_ints([len(mine)])]
             padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -153,9 +144,9 @@ class EPGroup:
         common = {"check_exchanges": self.check_exchanges, "_operations": self._operations}
         if n == 1:
             return EPGroup(0, 1, self.device, "single", **common)
-        made = _new_group(self.process_group, n)
+        made = pgs.first_ranks(self.process_group, n)
         shared = self.control_group is self.process_group
-        control = made if shared else _new_group(self.control_group, n)
+        control = made if shared else pgs.first_ranks(self.control_group, n)
         return EPGroup(
             self.rank,
             n,
@@ -180,9 +171,9 @@ class EPGroup:
         if self.control_group is None:
             return mine[None]
         # A joined NCCL-only group has no host side: then, and only then, the values travel over the device.
-        mine = mine if "cpu:gloo" in _backends(self.control_group) else mine.to(self.device)
+        mine = mine if "cpu:gloo" in pgs.backends(self.control_group) else mine.to(self.device)
         rows = mine.new_empty(self.size * mine.numel())
-        _all_gather(rows, mine, group=self.control_group)
+        pgs.all_gather(rows, mine, self.control_group)
         return rows.cpu().view(self.size, -1)
 
     def _refuse_closed(self, op: str) -> None:
@@ -215,7 +206,7 @@ class EPGroup:
 
 def single(device: torch.device | str = "cpu") -> EPGroup:
     """A group of one rank, without torch.distributed; data-plane calls are local copies, still in the ledger."""
-    return EPGroup(0, 1, _resolve(device), "single")
+    return EPGroup(0, 1, pgs.resolve_device(device), "single")
 
 
 def init(
@@ -237,16 +228,16 @@ def init(
         raise InputError(
             "torch.distributed is initialised already: use groups.join(process_group, device)"
         )
-    device = _resolve(device)
-    if device.type == "cuda":
+    where = pgs.resolve_device(device)
+    if where.type == "cuda":
         # No device_id: it would make NCCL split the parent for every subgroup, which needs ranks outside of it.
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(where)
     limit = timedelta(seconds=timeout)
-    store = _rendezvous(os.fspath(rendezvous), rank, size, limit)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    store = pgs.rendezvous(os.fspath(rendezvous), rank, size, limit)
+    backend = "gloo" if where.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    name, world = ("gloo" if device.type == "cpu" else "nccl"), dist.group.WORLD
-    return EPGroup(rank, size, device, name, world, world, owns_process_group=True, store=store)
+    name, world = ("gloo" if where.type == "cpu" else "nccl"), dist.group.WORLD
+    return EPGroup(rank, size, where, name, world, world, owns_process_group=True, store=store)
 
 
 def from_torchrun(device: str = "auto", timeout: float = 1800.0) -> EPGroup:
@@ -257,16 +248,13 @@ def from_torchrun(device: str = "auto", timeout: float = 1800.0) -> EPGroup:
             f"not under torchrun, {' and '.join(missing)} not set: use torchrun or epmoe.core.launch"
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, local_size = (
-        int(os.environ.get("LOCAL_RANK", rank)),
-        int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-    )
-    choice = transport.choose_here(local_size, device, world=size)
-    os.environ.update(
-        {k: v for k, v in transport.environment(choice).items() if k not in os.environ}
-    )
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    choice = choose_here(local_size, device, world=size)
+    for name, value in gpu_sharing.ENVIRONMENT.items() if choice.shared else ():
+        os.environ.setdefault(name, value)
     if local_size == size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", transport.LOOPBACK_INTERFACE)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", pgs.LOOPBACK_INTERFACE)
     return init(rank, size, choice.device_of(local_rank), "env://", timeout)
 
 
@@ -275,65 +263,13 @@ def join(process_group: Any, device: torch.device | str, control_group: Any = No
 
     control_group: a gloo group over the same ranks, for host values, where `process_group` is NCCL alone.
     """
-    device, size = _resolve(device), dist.get_world_size(process_group)
+    where, size = pgs.resolve_device(device), dist.get_world_size(process_group)
     if size == 1:
-        return single(device)
+        return single(where)
     control = control_group if control_group is not None else process_group
-    name = "gloo" if device.type == "cpu" else "nccl"
-    if f"{device.type}:{name}" not in _backends(process_group):
+    name = "gloo" if where.type == "cpu" else "nccl"
+    if f"{where.type}:{name}" not in pgs.backends(process_group):
         raise UnsupportedError(
-            f"the joined group has {_backends(process_group)}, {device} needs {device.type}:{name}"
+            f"the joined group has {pgs.backends(process_group)}, {where} needs {where.type}:{name}"
         )
-    return EPGroup(dist.get_rank(process_group), size, device, name, process_group, control)
-
-
-@contextmanager
-def _off_the_books() -> Iterator[None]:
-    """Hide torch operators from the ledger's modes: host values cost no launch and no device read."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
-
-
-def _copy(out: torch.Tensor, x: torch.Tensor) -> None:
-    with _off_the_books():  # stands for a transfer, which is in the ledger already
-        out.copy_(x)
-
-
-def _movable(x: torch.Tensor) -> torch.Tensor:
-    """Bytes for dtypes that transports do not know (float8, bool): moving rows needs no arithmetic."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-
-
-def _resolve(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"device {device}: cpu and cuda are supported")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"device {device}: no CUDA device is visible to this process; use device='cpu'"
-        )
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _backends(process_group: Any) -> list[str]:
-    return dist.get_backend_config(process_group).split(",")
-
-
-def _new_group(parent: Any, n: int) -> Any:
-    # Local synchronisation: only the n members take part, so the parent need not be the whole world.
-    ranks = dist.get_process_group_ranks(parent)[:n]
-    return dist.new_group(
-        ranks, backend=dist.get_backend_config(parent), use_local_synchronization=True
-    )
-
-
-def _rendezvous(where: str, rank: int, size: int, limit: timedelta) -> Any:
-    if "://" not in where:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", transport.LOOPBACK_INTERFACE
-        )  # a file means one host
-        return dist.FileStore(where, size)
-    store, _, _ = next(iter(dist.rendezvous(where, rank, size, timeout=limit)))
-    return store
+    return EPGroup(dist.get_rank(process_group), size, where, name, process_group, control)

@@ -1,9 +1,9 @@
 """A tiny process beside every pool of ranks, which cleans up when the pool's process is gone, however it ended.
 
 It reads one JSON object a line on stdin: {"watch": pid}, {"forget": pid}, {"remove": folder},
-{"quit": [command], "env": {...}}. At the end of the input, which a SIGKILL of the writer causes too, it kills the process
-groups it still watches, tells started services to quit, and removes the folders. Standard library only: it starts in
-milliseconds.
+{"quit": [command], "env": {...}}. At the end of the input, which a SIGKILL of the writer causes too, it kills the
+process groups it still watches, tells started services to quit, and removes the folders. Standard library only: it
+starts in milliseconds.
 """
 
 import contextlib

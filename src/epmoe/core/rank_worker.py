@@ -15,7 +15,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import torch
@@ -58,10 +58,14 @@ def main(config: dict[str, Any]) -> None:
     try:
         where = (config["device"], config["rendezvous"])
         group = groups.init(rank, config["size"], *where)
-        conn.send(Outcome(rank, time.monotonic(), 0, value=pickle.dumps(None)))
     except Exception as error:
         conn.send(_failure(rank, error, 0, group=None))
-        _leave(1)
+        return _leave(1)
+    conn.send(Outcome(rank, time.monotonic(), 0, value=pickle.dumps(None)))
+    _serve(rank, group, conn)
+
+
+def _serve(rank: int, group: groups.EPGroup, conn: Connection) -> NoReturn:
     while True:
         try:
             order = conn.recv()
@@ -105,13 +109,14 @@ def _failure(rank: int, error: BaseException, operations: int, group: Any) -> Ou
 
 def is_consequence(error: BaseException) -> bool:
     """Whether `error`, or one that it was raised from, only says that a peer has gone."""
-    while error is not None:
-        network = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+    link: BaseException | None = error
+    while link is not None:
+        network = isinstance(link, dist.DistNetworkError | dist.DistStoreError)
         if network or (
             isinstance(error, RuntimeError | OSError) and _CONSEQUENCE.search(str(error))
         ):
             return True
-        error = error.__cause__
+        link = link.__cause__
     return False
 
 
@@ -158,7 +163,7 @@ def _wait_for_hangup(fd: int) -> None:
         os.killpg(0, signal.SIGKILL)  # with whatever the run has started
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """Exit without interpreter shutdown, which can wait for a peer through torch's destructors."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -74,7 +74,6 @@ def _receive(member: RankProcess) -> Outcome:
 
 def _stacks(members: list[RankProcess]) -> dict[int, str]:
     """Where each rank is now: Python stacks through a signal, which also reaches a rank inside C code."""
-    before = {member.rank: member.stderr_tail() for member in members}
     for member in members:
         member.dump_stack()
     deadline = time.monotonic() + _STACK_WAIT
@@ -83,7 +82,13 @@ def _stacks(members: list[RankProcess]) -> dict[int, str]:
         if all("most recent call first" in m.stderr_tail() for m in members):
             break
     time.sleep(0.05)  # the header is there; let the frames follow
-    return {m.rank: m.stderr_tail() or before[m.rank] for m in members}
+    return {m.rank: _own_frames(m.stderr_tail()) for m in members}
+
+
+def _own_frames(stacks: str) -> str:
+    """Without the thread that only watches for the parent's end."""
+    blocks = stacks.split("\n\n")
+    return "\n\n".join(block for block in blocks if "_wait_for_hangup" not in block)
 
 
 def _describe_stuck(end: RunEnd) -> str:

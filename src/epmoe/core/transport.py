@@ -1,4 +1,6 @@
-"""Which devices and which transport the ranks of one host use. The rule is a pure function; it never falls back silently.
+"""Which devices and which transport the ranks of one host use. The rule is a pure function.
+
+Never a silent fallback.
 
 | asked                   | here                                        | chosen                          |
 |-------------------------|---------------------------------------------|---------------------------------|
@@ -9,15 +11,12 @@
 | device="cuda" or NCCL   | impossible                                  | UnsupportedError with the fix   |
 """
 
-import sys
 from dataclasses import dataclass
 
 import torch
 
 from epmoe.core import gpu_sharing
 from epmoe.core.errors import InputError, UnsupportedError
-
-LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True)
