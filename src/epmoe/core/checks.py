@@ -36,6 +36,8 @@ def check_spec(spec: "LayerSpec") -> None:
         )
     if not isinstance(spec.max_tokens_per_rank, int) or spec.max_tokens_per_rank < 1:
         raise InputError(f"max_tokens_per_rank={spec.max_tokens_per_rank!r}: must be at least 1")
+    if spec.overflow not in ("raise", "rounds"):
+        raise InputError(f"overflow={spec.overflow!r}: choose 'raise' or 'rounds'")
     _check_stage(spec)
 
 
@@ -67,10 +69,15 @@ def _needs(spec: "LayerSpec") -> Spec:
 
 
 def problem_with_call(
-    spec: "LayerSpec", x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    spec: "LayerSpec",
+    x_TH: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    max_tokens: int | None,
+    capturing: bool,
 ) -> InputError | None:
     """What is wrong with one call's arguments on this rank, or None; reads shapes and dtypes only."""
-    hidden, topk, limit = spec.shape.hidden, spec.shape.topk, spec.max_tokens_per_rank
+    hidden, topk = spec.shape.hidden, spec.shape.topk
     if x_TH.dim() != 2 or x_TH.shape[1] != hidden:
         return InputError(f"x has shape {tuple(x_TH.shape)}: expected [T, H] with H={hidden}")
     tokens = x_TH.shape[0]
@@ -90,10 +97,26 @@ def problem_with_call(
     for name, tensor in (("x", x_TH), ("topk_ids", ids_TK), ("topk_weights", weights_TK)):
         if tensor.device.type != spec.device.type:
             return InputError(f"{name} is on {tensor.device}, the layer on {spec.device}: move it")
-    if tokens > limit:
+    return _too_many(spec, tokens, max_tokens, capturing)
+
+
+def _too_many(
+    spec: "LayerSpec", tokens: int, max_tokens: int | None, capturing: bool
+) -> InputError | None:
+    if max_tokens is not None and tokens > max_tokens:
         return CapacityError(
-            f"T={tokens} tokens on this rank, the layer was built for max_tokens_per_rank={limit}: "
-            "build it larger, or split the batch on all ranks"
+            f"T={tokens} tokens on this rank, the caller declared max_tokens={max_tokens} for every rank: declare more"
+        )
+    limit, most = spec.max_tokens_per_rank, max(tokens, max_tokens or 0)
+    if most > limit and capturing:
+        return CapacityError(
+            f"{most} tokens in a CUDA graph capture, max_tokens_per_rank={limit}: a graph holds one round, "
+            "build the layer larger"
+        )
+    if most > limit and spec.overflow == "raise":
+        return CapacityError(
+            f"{most} tokens on a rank, the layer was built for max_tokens_per_rank={limit}: "
+            'build it larger, or with overflow="rounds"'
         )
     return None
 

@@ -5,6 +5,10 @@
     layer.close()                                                                    # collective
 
 Legend: T tokens on this rank, H hidden, K experts per token, E experts, EP ranks, C = max_tokens_per_rank.
+
+More tokens than C? With overflow="raise" that is an error; with "rounds" the call runs as several, as many on every
+rank as the fullest rank needs. How full that is, all ranks must know: the caller declares it (`max_tokens=`), or the
+ranks tell each other over the control plane, outside captured code.
 """
 
 import os
@@ -15,13 +19,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from epmoe.core import registry
+from epmoe.core import ledger, registry
 from epmoe.core.agreement import agree
 from epmoe.core.capabilities import Capabilities
 from epmoe.core.checks import bad_id, check_spec, problem_with_call
 from epmoe.core.errors import InputError, NotCapturableError
 from epmoe.core.groups import EPGroup
 from epmoe.core.placement import Placement
+from epmoe.core.rounds import plan_rounds
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import ExpertWeights
 
@@ -37,6 +42,7 @@ class LayerSpec:
         group: the expert-parallel group; rank r of it owns `placement.experts_of(r)`.
         max_tokens_per_rank: C, declared, the same on all ranks; a call may bring 0 to C tokens.
         check: exchange a fingerprint of every call's arguments first (debug; costs a round trip).
+        overflow: what a call with more than C tokens does, "raise" or "rounds".
         options: the stage's own keyword options.
     """
 
@@ -47,6 +53,7 @@ class LayerSpec:
     group: EPGroup
     max_tokens_per_rank: int
     check: bool = False
+    overflow: str = "raise"
     options: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -61,8 +68,8 @@ class LayerSpec:
 class MoELayer(ABC):
     """One complete expert-parallel layer of routed experts.
 
-    A call takes this rank's tokens and returns their outputs, y[t] = sum over k of w[t, k] * f_{ids[t, k]}(x[t]), summed in
-    float32. Ids outside [0, E) name no expert and contribute zero; an expert named twice counts twice.
+    A call takes this rank's tokens and returns their outputs: y[t] = sum over k of w[t, k] * f_{ids[t, k]}(x[t]), added
+    up in float32. Ids outside [0, E) name no expert and contribute zero; an expert named twice counts twice.
     """
 
     def __init__(self, spec: LayerSpec):
@@ -73,13 +80,22 @@ class MoELayer(ABC):
     def capabilities(self) -> Capabilities:
         return registry.load(self.spec.stage).capabilities
 
-    def __call__(self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """Run the layer. Collective: every rank calls it equally often, with 0 to C tokens.
+    def __call__(
+        self,
+        x_TH: Tensor,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        *,
+        max_tokens: int | None = None,
+    ) -> Tensor:
+        """Run the layer. Collective: every rank calls it equally often, with 0 or more tokens.
 
         Args:
             x_TH: [T, H] in the weights' dtype, any strides.
             topk_ids_TK: [T, K] int32 or int64 global expert ids, -1 for none.
             topk_weights_TK: [T, K] float32.
+            max_tokens: the most tokens that any rank brings to this call, where the caller knows it (the same number
+                on all ranks): buffers shrink to it, and no rank has to ask the others.
 
         Returns:
             y_TH: [T, H], contiguous, in x's dtype; never an alias of an input.
@@ -89,22 +105,26 @@ class MoELayer(ABC):
             NotCapturableError: in a CUDA graph capture, by stages that wait for the host.
         """
         self._refuse_capture()
-        problem = self._problem(x_TH, topk_ids_TK, topk_weights_TK)
-        if self.spec.check and not _capturing(self.spec.device):
-            fingerprint = {"H": x_TH.shape[-1:], "dtype": x_TH.dtype, "K": topk_ids_TK.shape[-1:]}
-            agree(
-                self.spec.group,
-                fingerprint,
-                problem or bad_id(topk_ids_TK, self.spec.shape.experts),
-            )
-        elif problem is not None:
-            raise problem
+        self._check(x_TH, topk_ids_TK, topk_weights_TK, max_tokens)
+        topk_ids_TK = topk_ids_TK.to(torch.int32)
+        rounds = plan_rounds(self.spec, len(x_TH), max_tokens, _capturing(self.spec.device))
         with torch.no_grad():
-            return self.forward(x_TH, topk_ids_TK.to(torch.int32), topk_weights_TK)
+            if rounds.count == 1:
+                return self.forward(x_TH, topk_ids_TK, topk_weights_TK, rounds.capacity)
+            parts = [
+                self.forward(x_TH[part], topk_ids_TK[part], topk_weights_TK[part], rounds.capacity)
+                for part in rounds.slices()
+            ]
+            return torch.cat(parts)
 
     @abstractmethod
-    def forward(self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """The stage's own work; arguments are checked and ids are int32."""
+    def forward(
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
+    ) -> Tensor:
+        """The stage's own work, one round of it.
+
+        Arguments are checked, ids are int32, T <= capacity <= C, and capacity is the same on all ranks.
+        """
 
     def warmup(self) -> None:
         """Run once with no tokens and once with C, so that nothing is compiled or allocated later. Collective."""
@@ -133,11 +153,27 @@ class MoELayer(ABC):
             "max_tokens_per_rank": spec.max_tokens_per_rank,
         }
 
-    def _problem(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> InputError | None:
-        """What is wrong with this rank's arguments, found without reading a device value."""
+    def _check(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, max_tokens: int | None
+    ) -> None:
+        """Raise what is wrong with the arguments: of this rank, or, in checked mode, of any rank on all of them."""
+        capturing = _capturing(self.spec.device)
+        problem = problem_with_call(self.spec, x_TH, ids_TK, weights_TK, max_tokens, capturing)
         if self.closed:
-            return InputError(f"this {self.spec.stage} layer is closed: build a new one")
-        return problem_with_call(self.spec, x_TH, ids_TK, weights_TK)
+            problem = InputError(f"this {self.spec.stage} layer is closed: build a new one")
+        if not self.spec.check or capturing:
+            if problem is not None:
+                raise problem
+            return
+        fingerprint = {
+            "H": x_TH.shape[-1:],
+            "dtype": x_TH.dtype,
+            "K": ids_TK.shape[-1:],
+            "max_tokens": max_tokens,
+        }
+        with ledger.paused():  # the check is not the layer
+            problem = problem or bad_id(ids_TK, self.spec.shape.experts)
+        agree(self.spec.group, fingerprint, problem)
 
     def _refuse_capture(self) -> None:
         if _capturing(self.spec.device) and not self.capabilities.graph_capturable:
@@ -156,6 +192,7 @@ def build(
     max_tokens_per_rank: int,
     *,
     check: bool | None = None,
+    overflow: str | None = None,
     **options: object,
 ) -> MoELayer:
     """Build a layer. Collective: all ranks call it with the same stage, shape, placement, capacity and options.
@@ -166,8 +203,9 @@ def build(
         weights: this rank's experts, in slot order (`placement.experts_of(group.rank)`).
         placement: which rank owns which expert.
         group: the expert-parallel group.
-        max_tokens_per_rank: C, the most tokens any rank brings to a call.
+        max_tokens_per_rank: C, the tokens of a rank that the layer holds at once.
         check: compare arguments across ranks at every call; EPMOE_CHECK=1 by default.
+        overflow: "raise" or "rounds" for calls with more than C tokens; the stage's own default.
         options: the stage's own; an unknown one is refused with the list.
 
     Raises:
@@ -184,6 +222,7 @@ def build(
             group=group,
             max_tokens_per_rank=max_tokens_per_rank,
             check=check,
+            overflow=overflow or registry.load(stage).overflow,
             options=options,
         )
         check_spec(spec)
@@ -196,6 +235,7 @@ def build(
         "dtype": weights.dtype,
         "max_tokens_per_rank": max_tokens_per_rank,
         "check": check,
+        "overflow": overflow,
         "options": sorted((name, repr(value)) for name, value in options.items()),
     }
     agree(group, fingerprint, problem)

@@ -30,12 +30,14 @@ class Stage:
         capabilities: what it declares; `build` refuses everything else with the reasons.
         factory: makes the layer from a checked spec.
         options: names of the keyword options that `build` passes on, with their meaning.
+        overflow: what calls with more than max_tokens_per_rank tokens do by default, "raise" or "rounds".
     """
 
     summary: str
     capabilities: Capabilities
     factory: "Callable[[LayerSpec], MoELayer]"
     options: dict[str, str]
+    overflow: str = "raise"
 
 
 def names() -> list[str]:

@@ -38,9 +38,12 @@ class Exchange(Protocol[State]):
     """Moves rows to the owner ranks and results back. Both calls are collective."""
 
     def dispatch(
-        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
     ) -> tuple[Rows, State]:
-        """Send tokens to the ranks that own their experts; returns what this rank received, and how to go back."""
+        """Send tokens to the ranks that own their experts; returns what this rank received, and how to go back.
+
+        No rank brings more than `capacity` tokens, a number that all ranks share.
+        """
         ...
 
     def combine(self, y_RH: Tensor, state: State) -> Tensor:
@@ -65,8 +68,10 @@ class SplitLayer(MoELayer, Generic[State]):
         super().__init__(spec)
         self.exchange, self.experts = exchange, experts
 
-    def forward(self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        rows, state = self.exchange.dispatch(x_TH, topk_ids_TK, topk_weights_TK)
+    def forward(
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
+    ) -> Tensor:
+        rows, state = self.exchange.dispatch(x_TH, topk_ids_TK, topk_weights_TK, capacity)
         y_RH = self.experts(rows)
         return self.exchange.combine(y_RH, state)
 

@@ -5,7 +5,7 @@ Why: nothing has to be found, counted or sorted across ranks; every buffer has a
 When it wins: small batches and few ranks, where every rank is hit by almost every token anyway.
 What it costs: every token goes to every rank (EP * C rows), and float32 sums come back.
 
-Legend: T tokens here, C = max_tokens_per_rank, EP ranks, R = EP * C rows, H hidden, K experts per token, E experts.
+Legend: T tokens here, C = capacity of a rank, EP ranks, R = EP * C rows, H hidden, K experts per token, E experts.
 """
 
 import torch
@@ -22,28 +22,28 @@ class AllGather:
     """Exchange: all-gather out, reduce-scatter home."""
 
     def __init__(self, spec: LayerSpec):
-        self.group, self.capacity = spec.group, spec.max_tokens_per_rank
+        self.group = spec.group
         self.owner_E = spec.placement.owner_table(spec.device)
         self.slot_E = spec.placement.slot_table(spec.device)
 
     # --8<-- [start:dispatch]
     def dispatch(
-        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
     ) -> tuple[Rows, Tensor]:
         """Gather everybody's tokens. The state that leads home is x itself: its length and dtype."""
-        ids_RK = self._gather(topk_ids_TK, padding=-1)
+        ids_RK = self._gather(topk_ids_TK, capacity, padding=-1)
         rows = Rows(
-            x_RH=self._gather(x_TH, padding=0),
+            x_RH=self._gather(x_TH, capacity, padding=0),
             slots_RJ=self._my_slots(ids_RK),
-            weights_RJ=self._gather(topk_weights_TK, padding=0),
+            weights_RJ=self._gather(topk_weights_TK, capacity, padding=0),
         )
         return rows, x_TH
 
-    def _gather(self, mine: Tensor, padding: float) -> Tensor:
+    def _gather(self, mine: Tensor, capacity: int, padding: float) -> Tensor:
         """[T, ...] here -> [EP * C, ...] everywhere; ranks hold different T, so everybody pads to C."""
-        padded = mine.new_full((self.capacity, *mine.shape[1:]), padding)
+        padded = mine.new_full((capacity, *mine.shape[1:]), padding)
         padded[: len(mine)] = mine
-        everyone = mine.new_empty((self.group.size * self.capacity, *mine.shape[1:]))
+        everyone = mine.new_empty((self.group.size * capacity, *mine.shape[1:]))
         self.group.all_gather(everyone, padded)
         return everyone
 
@@ -59,7 +59,7 @@ class AllGather:
     # --8<-- [start:combine]
     def combine(self, y_RH: Tensor, state: Tensor) -> Tensor:
         """Add up what all ranks owe our tokens, in float32."""
-        y_CH = y_RH.new_empty(self.capacity, y_RH.shape[1])
+        y_CH = y_RH.new_empty(len(y_RH) // self.group.size, y_RH.shape[1])
         self.group.reduce_scatter(y_CH, y_RH)
         return y_CH[: len(state)].to(state.dtype).contiguous()
 

@@ -51,9 +51,9 @@ class VariableAllToAll:
 
     # --8<-- [start:dispatch]
     def dispatch(
-        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
     ) -> tuple[Rows, Way]:
-        """Sort assignments by owner, tell every rank how many to expect, then send them."""
+        """Sort assignments by owner, tell every rank how many to expect, then send them. Needs no capacity."""
         tokens, topk = topk_ids_TK.shape
         ids_N = topk_ids_TK.flatten()
         owner_N = self._owners(ids_N)

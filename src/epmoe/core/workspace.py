@@ -1,0 +1,63 @@
+"""Buffers that live as long as a model, shared by the layers that agree on everything that shapes them.
+
+Forty layers run one after the other, so they can take turns with one set of buffers. Two things can go wrong, and both
+are ruled out here: layers that differ in a size never share (buffers are found by name, shape, dtype and device), and
+two calls in flight on different CUDA streams never meet in one buffer (the later call's stream waits for the earlier).
+
+Buffers are made when a layer is built, outside of any CUDA graph capture: a buffer from a graph's private memory would
+die with that graph. Graphs that were captured over one workspace must be replayed one at a time.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from epmoe.core.errors import InputError
+
+Key = tuple[str, tuple[int, ...], torch.dtype, torch.device]
+
+
+@dataclass
+class Workspace:
+    """A set of named buffers. Hand one to `build(..., workspace=...)` of every layer that may share it."""
+
+    _buffers: dict[Key, Tensor] = field(default_factory=dict)
+    _last: "tuple[torch.cuda.Stream, torch.cuda.Event] | None" = None
+
+    def buffer(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """The buffer of that name, shape, dtype and device; made (uninitialised) when it is asked for first."""
+        key = (name, shape, dtype, device)
+        if key not in self._buffers:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise InputError(
+                    f"buffer {name} {shape} cannot be made in a graph capture: build the layer first"
+                )
+            self._buffers[key] = torch.empty(shape, dtype=dtype, device=device)
+        return self._buffers[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def enter(self, device: torch.device) -> None:
+        """A call begins on the current stream: wait for the last call that used these buffers on another stream."""
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or self._last is None:
+            return
+        stream, done = self._last
+        if stream != torch.cuda.current_stream(device):
+            torch.cuda.current_stream(device).wait_event(done)
+
+    def leave(self, device: torch.device) -> None:
+        """A call has queued all its work on the current stream."""
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(device)
+            self._last = (stream, stream.record_event())
+
+    def clear(self) -> None:
+        """Let the buffers go."""
+        self._buffers.clear()
+        self._last = None

@@ -1,0 +1,1 @@
+"""Static shapes: two all-to-alls, and the host never waits."""

@@ -1,0 +1,103 @@
+"""Give up exact sizes: every buffer has a fixed shape, so the host never has to know what the router decided.
+
+What changes: row t of this rank goes to every rank d, always to send[d, t]; hidden values, expert slots, weights and a
+valid flag travel bit-packed in one row; one all-to-all out, one back.
+Why: no counts to exchange, nothing to read back, so the whole layer can be captured in a CUDA graph.
+When it wins: decode, where launches and waiting cost more than bytes.
+What it costs: every token goes to every rank (EP * C rows on the wire) whether it is needed there or not.
+
+Legend: T tokens here, C capacity, EP ranks, R = EP * C rows, H hidden, K experts per token, E experts, B row bytes.
+"""
+
+import torch
+from torch import Tensor
+
+from epmoe.core.layer import LayerSpec
+from epmoe.core.numerics import sum_in_order
+from epmoe.core.packed_rows import RowLayout
+from epmoe.core.split import Rows
+from epmoe.core.workspace import Workspace
+
+
+class FixedCapacity:
+    """Exchange: one all-to-all of packed rows out, one of float32 sums back."""
+
+    def __init__(self, spec: LayerSpec, workspace: Workspace):
+        self.group, self.workspace = spec.group, workspace
+        self.layout = RowLayout(spec.shape.hidden, spec.shape.topk, spec.dtype)
+        self.owner_E = spec.placement.owner_table(spec.device)
+        self.slot_E = spec.placement.slot_table(spec.device)
+        self.ranks_D11 = torch.arange(self.group.size, device=spec.device)[:, None, None]
+        self.capacity = spec.max_tokens_per_rank
+        for buffer in self._buffers(self.capacity):  # made now, outside of any graph capture
+            assert buffer.is_contiguous()
+
+    def _buffers(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        """send and recv [EP, C, B] uint8, home [EP, C, H] float32: the first rows of the full-capacity buffers."""
+        ranks, device = self.group.size, self.group.device
+        full, row = ranks * self.capacity, self.layout.row_bytes
+        send = self.workspace.buffer("send", (full, row), torch.uint8, device)
+        recv = self.workspace.buffer("recv", (full, row), torch.uint8, device)
+        home = self.workspace.buffer("home", (full, self.layout.hidden), torch.float32, device)
+        return tuple(
+            b[: ranks * capacity].view(ranks, capacity, b.shape[1]) for b in (send, recv, home)
+        )  # pyright: ignore[reportReturnType]
+
+    # --8<-- [start:dispatch]
+    def dispatch(
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
+    ) -> tuple[Rows, Tensor]:
+        """Pack, exchange, unpack. The state that leads home is x itself: its length and dtype."""
+        self.workspace.enter(x_TH.device)
+        send_DCB, recv_SCB, _ = self._buffers(capacity)
+        self._pack(send_DCB, x_TH, topk_ids_TK, topk_weights_TK)
+        self.group.all_to_all(
+            recv_SCB, send_DCB
+        )  # New: one exchange, of a size that everybody knows
+        return self._unpack(recv_SCB.flatten(0, 1)), x_TH
+
+    # --8<-- [end:dispatch]
+
+    # --8<-- [start:pack]
+    def _pack(
+        self, send_DCB: Tensor, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor
+    ) -> None:
+        """send[d, t] = token t for rank d. Rows from T on keep what they held: their flag says that nobody looks."""
+        tokens, layout = len(x_TH), self.layout
+        layout.x(send_DCB)[:, :tokens] = x_TH
+        layout.slots(send_DCB)[:, :tokens] = self._slots_on_every_rank(topk_ids_TK)
+        layout.weights(send_DCB)[:, :tokens] = topk_weights_TK
+        layout.valid(send_DCB)[:, :tokens] = 1
+        layout.valid(send_DCB)[:, tokens:] = 0
+
+    # --8<-- [end:pack]
+
+    def _slots_on_every_rank(self, ids_TK: Tensor) -> Tensor:
+        """slots_DTK int32: the place of each named expert on rank d, -1 where d does not own it."""
+        real_TK = (ids_TK >= 0) & (ids_TK < len(self.owner_E))
+        safe_TK = torch.where(real_TK, ids_TK, 0).long()
+        on_rank_DTK = real_TK & (self.owner_E[safe_TK] == self.ranks_D11)
+        return torch.where(on_rank_DTK, self.slot_E[safe_TK], -1)
+
+    def _unpack(self, recv_RB: Tensor) -> Rows:
+        """Views of the received rows; only the slots are new, with those of padding rows taken out."""
+        valid_R1 = self.layout.valid(recv_RB)[:, None] == 1
+        return Rows(
+            x_RH=self.layout.x(recv_RB),
+            slots_RJ=torch.where(valid_R1, self.layout.slots(recv_RB), -1),
+            weights_RJ=self.layout.weights(recv_RB),
+        )
+
+    # --8<-- [start:combine]
+    def combine(self, y_RH: Tensor, state: Tensor) -> Tensor:
+        """One sum per (token, rank) comes home; ranks are added in ascending order, in float32."""
+        _, _, home_DCH = self._buffers(len(y_RH) // self.group.size)
+        self.group.all_to_all(home_DCH, y_RH.view_as(home_DCH))
+        y_TH = sum_in_order(home_DCH[:, : len(state)].unbind(0)).to(state.dtype)
+        self.workspace.leave(state.device)
+        return y_TH
+
+    # --8<-- [end:combine]
+
+    def close(self) -> None:
+        """The workspace may be shared; its maker clears it."""
