@@ -58,6 +58,10 @@ def main(config: dict[str, Any]) -> None:
     try:
         where = (config["device"], config["rendezvous"])
         group = groups.init(rank, config["size"], *where)
+        # All at once, the largest first: torch names a local group after how many groups its members already have,
+        # and ranks that joined different numbers of them would wait for each other under different names.
+        for n in range(config["size"] - 1, 1, -1):
+            group.subgroup(n)
     except Exception as error:
         conn.send(_failure(rank, error, 0, group=None))
         return _leave(1)
