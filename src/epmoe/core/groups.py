@@ -107,7 +107,7 @@ class EPGroup:
             rows = self._gather_control(padded).numpy()
         return [pickle.loads(row[:n].tobytes()) for row, n in zip(rows, lengths, strict=True)]
 
-    # ---- life -----------------------------------------------------------------------------------------------------
+    # ---- life
 
     def subgroup(self, n: int) -> "EPGroup | None":
         """The first `n` ranks as a group (None on the others). Collective over those n ranks; cached until `close`."""
@@ -132,7 +132,8 @@ class EPGroup:
                 sub.close()
         if self.owns_process_group:
             self.barrier()
-            dist.destroy_process_group(self.process_group)
+            for made in {self.process_group, self.control_group}:
+                dist.destroy_process_group(made)
         self.closed, self.process_group, self.control_group, self.store = True, None, None, None
 
     @property

@@ -1,8 +1,8 @@
 """A tiny process beside every pool of ranks, which cleans up when the pool's process is gone, however it ended.
 
 It reads one JSON object a line on stdin: {"watch": pid}, {"forget": pid}, {"remove": folder},
-{"quit": [command], "env": {...}}. At the end of the input, which a SIGKILL of the writer causes too, it kills the
-process groups it still watches, tells started services to quit, and removes the folders. Standard library only: it
+{"quit": [command], "env": {...}}, {"end": true}. At "end" or the end of the input, which a SIGKILL of the writer causes
+too, it kills the process groups it still watches, tells started services to quit, and removes the folders. Standard library only: it
 starts in milliseconds.
 """
 
@@ -28,6 +28,8 @@ def main() -> None:
             folders.append(order["remove"])
         elif "quit" in order:
             services.append((order["quit"], order["env"]))
+        elif "end" in order:
+            break  # a forked child of the writer may hold the pipe open
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)  # every rank leads a session of its own

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -124,7 +125,7 @@ class RankPool:
             members = self._processes[:wanted]
             for member in members:
                 member.send_run(wanted, call)
-            end = self._collect(members, timeout)
+            end = self._collect(members, timeout, "finished")
         return end.results()
 
     def close(self) -> None:
@@ -145,8 +146,8 @@ class RankPool:
 
     def _start(self) -> None:
         rendezvous = self._folder / f"group{next(self._generations)}"
-        threads = max(1, cores() // self.ranks)
-        environment = {"OMP_NUM_THREADS": str(threads), **self._environment}
+        environment = {"OMP_NUM_THREADS": str(max(1, cores() // self.ranks)), **self._environment}
+        threads = int(environment["OMP_NUM_THREADS"])
         for rank in range(self.ranks):
             device = self.choice.device_of(rank)
             process = RankProcess(rank, self.ranks, device, rendezvous, threads, environment)
@@ -157,12 +158,12 @@ class RankPool:
         if not self._processes:
             self._start()
         if not self._ready:
-            self._collect(self._processes, self._start_timeout).results()
+            self._collect(self._processes, self._start_timeout, "started").results()
             self._ready = True
 
-    def _collect(self, members: list[RankProcess], timeout: float) -> RunEnd:
+    def _collect(self, members: list[RankProcess], timeout: float, goal: str) -> RunEnd:
         try:
-            end = collect(members, timeout)
+            end = collect(members, timeout, goal)
         except (
             BaseException
         ):  # Ctrl-C or a test's time limit breaks in: no rank is left in the middle
@@ -173,8 +174,9 @@ class RankPool:
         return end
 
     def _end_ranks(self, patience: float = 0.0) -> None:
+        deadline = time.monotonic() + patience
         for process in self._processes:
-            process.end(patience)
+            process.end(deadline - time.monotonic())
             _tell(self._guardian, forget=process.process.pid)
         self._processes, self._ready = [], False
 
@@ -256,6 +258,7 @@ def _stop_guardian(guardian: subprocess.Popen[bytes], folder: Path) -> None:
     """End of input is its order to kill, quit and remove; see guardian.py."""
     if guardian.stdin is not None:
         with contextlib.suppress(OSError):
+            _tell(guardian, end=True)
             guardian.stdin.close()
     try:
         guardian.wait(timeout=20)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -89,9 +88,8 @@ class RankProcess:
 
     def end(self, patience: float = 0.0) -> None:
         """Wait `patience` seconds for the process to leave, then kill it and whatever it has started; reap it."""
-        deadline = time.monotonic() + patience
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            self.process.wait(timeout=max(0.0, patience))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -26,6 +26,7 @@ class RunEnd:
     outcomes: list[Outcome]
     stuck: dict[int, str]
     seconds: float
+    goal: str = "finished"
 
     @property
     def reusable(self) -> bool:
@@ -47,25 +48,35 @@ class RunEnd:
         return [pickle.loads(o.value) for o in by_rank if o.value is not None]
 
 
-def collect(members: Sequence[RankProcess], timeout: float) -> RunEnd:
+def collect(members: Sequence[RankProcess], timeout: float, goal: str = "finished") -> RunEnd:
     """Wait until every rank has ended, the time is over, or a failure's grace is over."""
     began = time.monotonic()
     deadline, outcomes = began + timeout, []
     pending = {member.conn: member for member in members}
     while pending and (left := deadline - time.monotonic()) > 0:
-        for conn in wait(list(pending), timeout=left):
-            outcome = _receive(pending.pop(conn))  # type: ignore[arg-type]
+        for member in _ended(list(pending.values()), left):
+            del pending[member.conn]
+            outcome = _receive(member)
             outcomes.append(outcome)
             if outcome.value is None:
                 grace = GRACE_AFTER_CONSEQUENCE if outcome.consequence else GRACE
                 deadline = min(deadline, time.monotonic() + grace)
     stuck = _stacks(list(pending.values())) if pending else {}
-    return RunEnd(len(members), outcomes, stuck, time.monotonic() - began)
+    return RunEnd(len(members), outcomes, stuck, time.monotonic() - began, goal)
+
+
+def _ended(members: list[RankProcess], timeout: float) -> list[RankProcess]:
+    """Those with something to read, waiting up to `timeout`; also the dead whose connection a child of theirs holds."""
+    dead = [member for member in members if member.process.poll() is not None]
+    readable = set(wait([m.conn for m in members], timeout=0 if dead else min(timeout, 1.0)))
+    return [m for m in members if m.conn in readable or m in dead]
 
 
 def _receive(member: RankProcess) -> Outcome:
     try:
-        return member.conn.recv()
+        if member.process.poll() is None or member.conn.poll():
+            return member.conn.recv()
+        raise EOFError
     except (EOFError, OSError):
         died = f"rank {member.rank} {member.how_it_died()}"
         trace = member.stderr_tail()
@@ -93,7 +104,7 @@ def _own_frames(stacks: str) -> str:
 
 def _describe_stuck(end: RunEnd) -> str:
     ranks = ", ".join(str(rank) for rank in sorted(end.stuck))
-    parts = [f"after {end.seconds:.1f} s these of {end.ranks} ranks had not finished: {ranks}"]
+    parts = [f"after {end.seconds:.1f} s these of {end.ranks} ranks had not {end.goal}: {ranks}"]
     parts += [f"rank {rank} was here:\n{text}" for rank, text in sorted(end.stuck.items())]
     return "\n".join(parts)
 
@@ -105,7 +116,10 @@ def _first_error(failures: list[Outcome], ranks: int) -> BaseException:
         return RankFailedError(f"{first.text}; the end of its stderr:\n{first.trace or '(empty)'}")
     if not first.error:
         return RankFailedError(f"rank {first.rank} of {ranks} raised {first.text}\n{first.trace}")
-    error = pickle.loads(first.error)
+    try:
+        error = pickle.loads(first.error)
+    except Exception:  # its class exists only over there
+        return RankFailedError(f"rank {first.rank} of {ranks} raised {first.text}\n{first.trace}")
     everywhere = len({o.text for o in failures}) == 1 and len(failures) == ranks
     if everywhere and ranks > 1 and isinstance(error, InputError):
         error.add_note(f"raised on all {ranks} ranks")
