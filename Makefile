@@ -56,7 +56,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/codespell .
-	$(BIN)/python tools/check_layout.py
+	$(BIN)/python -m tools.check_layout
 
 format: setup
 	$(BIN)/ruff format .

@@ -28,7 +28,15 @@ def main(extras: list[str]) -> int:
     say(f"installing epmoe[{','.join(extras)}] with the versions of constraints.txt")
     pip(python, "install", "--constraint", str(CONSTRAINTS), "hatchling")
     target = f"{ROOT}[{','.join(extras)}]"
-    pip(python, "install", "--no-build-isolation", "--constraint", str(CONSTRAINTS), "--editable", target)
+    pip(
+        python,
+        "install",
+        "--no-build-isolation",
+        "--constraint",
+        str(CONSTRAINTS),
+        "--editable",
+        target,
+    )
     for extra in extras:
         (VENV / f".ready-{extra}").touch()
     say(f"ready: {VENV}")
@@ -60,7 +68,7 @@ def pip(python: Path, *arguments: str, quiet: bool = True) -> None:
         command = [str(python), "-m", "pip"]
     else:
         command = [sys.executable, "-m", "pip", "--python", str(python)]
-    options = ["--quiet"] if quiet else []
+    options = ["-qq"] if quiet else []
     environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     subprocess.run([*command, arguments[0], *options, *arguments[1:]], check=True, env=environment)
 
