@@ -1,0 +1,1 @@
+"""The fused stage: the fixed-capacity layer with its local work in a few Triton kernels."""

@@ -1,0 +1,175 @@
+"""Tile sizes of the grouped GEMMs: what may be chosen, what fits a GPU, and what to take when nothing was measured.
+
+Pure Python, no GPU. A pipeline of `num_stages` holds that many copies of the A tile and of the B tiles in shared memory;
+gate_up has TWO B tiles (gate and up). 128 x 128 x 64 bfloat16 in 4 stages: 4 * (128 + 2 * 128) * 64 * 2 = 196608 bytes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from epmoe.fused_triton.kernels._checks import need
+
+LEAST_SHARED = 16384
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tiles and schedule of one grouped GEMM.
+
+    Attributes:
+        block_m, block_n, block_k: tile of rows, of output columns, of the summed dimension; powers of two, at least 16.
+        num_stages, num_warps: software pipeline depth, warps of a program.
+        group_m: row tiles that share a column of weights while it is in L2.
+        swap_ab: weights are the left operand, so the tensor core's 64-row side is never empty at tiny M.
+        tma: weights come through the tensor memory accelerator (needs 16-byte row strides).
+        waves: programs per multiprocessor of a persistent grid; 0 starts one program per tile.
+        prefetch: blocks of K that a program asks for (into L2) while it waits for its predecessor (PDL only).
+    """
+
+    block_m: int = 16
+    block_n: int = 64
+    block_k: int = 128
+    num_stages: int = 3
+    num_warps: int = 4
+    group_m: int = 1
+    swap_ab: bool = False
+    tma: bool = False
+    waves: int = 0
+    prefetch: int = 0
+
+    def __post_init__(self):
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            need(
+                value >= 16 and value & (value - 1) == 0,
+                f"{name}={value}: use a power of two, at least 16",
+            )
+        need(self.num_stages >= 1, f"num_stages={self.num_stages}: at least 1")
+        need(
+            self.num_warps in (1, 2, 4, 8, 16), f"num_warps={self.num_warps}: use 1, 2, 4, 8 or 16"
+        )
+        need(self.group_m >= 1, f"group_m={self.group_m}: at least 1")
+
+    def shared_bytes(self, weight_tiles: int, itemsize: int) -> int:
+        """Shared memory of the pipeline, in bytes; weight_tiles is 2 for gate_up and 1 for down."""
+        rows = self.block_m + weight_tiles * self.block_n
+        return self.num_stages * rows * self.block_k * itemsize
+
+    def to_dict(self) -> dict:
+        """Plain numbers, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The two GEMMs of a layer. They share one list of row tiles, so block_m is the same in both."""
+
+    gate_up: GemmConfig
+    down: GemmConfig
+
+    def __post_init__(self):
+        need(
+            self.gate_up.block_m == self.down.block_m,
+            f"gate_up.block_m={self.gate_up.block_m} but down.block_m={self.down.block_m}: use one value",
+        )
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a tile."""
+        return self.gate_up.block_m
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What the chooser must know about a GPU: shared memory of one block, in bytes, and TMA (Hopper and later)."""
+
+    shared_memory: int
+    tma: bool = False
+
+    def __post_init__(self):
+        need(
+            self.shared_memory >= LEAST_SHARED,
+            f"shared_memory={self.shared_memory}: the smallest tiles need {LEAST_SHARED} bytes",
+        )
+
+
+def fit(config: GemmConfig, limits: DeviceLimits, weight_tiles: int, itemsize: int) -> GemmConfig:
+    """Shrink `config` until it fits: fewer stages first (down to 2), then a narrower K, N and M tile."""
+    while config.shared_bytes(weight_tiles, itemsize) > limits.shared_memory:
+        if config.num_stages > 2:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_k > 32:
+            config = replace(config, block_k=config.block_k // 2)
+        elif config.block_n > 16:
+            config = replace(config, block_n=config.block_n // 2)
+        elif config.block_m > 16:
+            config = replace(config, block_m=config.block_m // 2)
+        else:
+            config = replace(config, num_stages=1, block_k=16)
+    return config if limits.tma else replace(config, tma=False)
+
+
+def _wish(rows_per_expert: float, itemsize: int) -> tuple[GemmConfig, GemmConfig]:
+    """gate_up and down before fitting. Few rows per expert: stream weights; many: keep the tensor cores full."""
+    if itemsize == 4:  # float32 multiplies on the plain units: small tiles, or registers spill
+        tile = GemmConfig(16 if rows_per_expert < 32 else 32, 32, 32, 2, 4)
+        return tile, tile
+    if rows_per_expert <= 8:
+        return GemmConfig(16, 32, 256, 3, 4), GemmConfig(16, 64, 256, 3, 4)
+    if rows_per_expert <= 48:
+        return GemmConfig(32, 128, 128, 3, 8), GemmConfig(32, 128, 128, 3, 4)
+    if rows_per_expert <= 96:
+        return GemmConfig(64, 128, 64, 4, 8, 4), GemmConfig(64, 128, 64, 4, 4, 4)
+    return GemmConfig(128, 128, 64, 3, 8, 8), GemmConfig(128, 256, 64, 3, 8, 8)
+
+
+def choose(
+    limits: DeviceLimits,
+    *,
+    hidden: int,
+    intermediate: int,
+    local_experts: int,
+    itemsize: int,
+    rows: int,
+) -> LayerConfig:
+    """A configuration that fits, for any legal shape; never raises for want of shared memory.
+
+    Args:
+        limits: of the GPU.
+        hidden, intermediate, local_experts: H, I, E_local.
+        itemsize: bytes of a weight.
+        rows: assignments expected on this rank (T * K with a uniform routing).
+    """
+    gate_up, down = _wish(rows / max(1, local_experts), itemsize)
+    gate_up = fit(_clip(gate_up, intermediate, hidden), limits, 2, itemsize)
+    down = fit(_clip(down, hidden, intermediate), limits, 1, itemsize)
+    block_m = min(gate_up.block_m, down.block_m)
+    return LayerConfig(replace(gate_up, block_m=block_m), replace(down, block_m=block_m))
+
+
+def _clip(config: GemmConfig, columns: int, summed: int) -> GemmConfig:
+    """No tile much larger than the matrix: a 64-wide layer needs no 256-wide block."""
+
+    def cover(block: int, size: int) -> int:
+        while block > 16 and block // 2 >= size:
+            block //= 2
+        return block
+
+    return replace(
+        config, block_n=cover(config.block_n, columns), block_k=cover(config.block_k, summed)
+    )
+
+
+def config_space(
+    limits: DeviceLimits, block_m: int, weight_tiles: int, itemsize: int = 2
+) -> Iterator[GemmConfig]:
+    """Candidates for a tuner at one block_m: those that fit and keep between 24 KB and all of shared memory in flight."""
+    for block_n in (32, 64, 128, 256):
+        for block_k in (64, 128, 256):
+            for num_stages in (2, 3, 4, 5):
+                for num_warps in (4, 8):
+                    config = GemmConfig(block_m, block_n, block_k, num_stages, num_warps)
+                    used = config.shared_bytes(weight_tiles, itemsize)
+                    accumulators = block_m * block_n * weight_tiles // (32 * num_warps)
+                    if 24576 <= used <= limits.shared_memory and accumulators <= 192:
+                        yield config

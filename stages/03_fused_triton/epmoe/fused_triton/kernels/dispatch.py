@@ -1,0 +1,204 @@
+"""Dispatch: tokens become packed rows for every owner rank in one launch, routed on the way if logits are given.
+
+Fixed capacity: token t for rank d always sits in send[d, t]. What rank d reads are LOCAL ids: the slot of an expert
+that lives on d, -1 for one that lives elsewhere. Rows past T carry valid = 0 and ids -1; their hidden values stay
+unwritten, since nothing reads them.
+
+Worked on the toy, rank 0: token 1 names (1, 2); owners (0, 0, 1, 1), slots (0, 1, 0, 1). Row send[0, 1] carries ids
+(1, -1), row send[1, 1] carries (-1, 0), both the weights (0.75, 0.25) and valid = 1.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from epmoe.fused_triton.kernels._checks import (
+    FLOATS,
+    need,
+    need_contiguous,
+    need_dtype,
+    need_shape,
+    power_of_two,
+)
+from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
+from epmoe.fused_triton.kernels.layout import RowViews
+from epmoe.fused_triton.kernels.router import RouterRule, check_logits, select_experts
+
+_BLOCK_H = 1024
+
+
+@triton.jit
+def _route_pack_kernel(
+    x_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, owner_ptr, slot_ptr,
+    send_x_ptr, send_int_ptr, send_float_ptr, T, capacity, stride_xt, stride_lt,
+    H: tl.constexpr, ITEMS: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr,
+    ROUTE: tl.constexpr, KEEP: tl.constexpr, EP: tl.constexpr, DESTS: tl.constexpr, BLOCK_H: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr, RENORM: tl.constexpr, SCALE: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (t, j) writes token t for DESTS ranks from j * DESTS on. Token 1, rank 1: ids (-1, 0), weights (0.75, 0.25).
+
+    ROUTE chooses the experts here, once per program; otherwise ids and weights are read. KEEP stores what was chosen.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * DESTS
+    live = t < T
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    pdl_wait(PDL)
+    pdl_start_next(PDL)
+    if ROUTE:
+        ids, weights = select_experts(
+            logits_ptr + t * stride_lt, bias_ptr, live, E, K, GROUPS, TOPK_GROUPS, SIGMOID, HAS_BIAS, RENORM, SCALE,
+            BLOCK_G, BLOCK_P, BLOCK_K,
+        )  # fmt: skip
+        if KEEP and first == 0:
+            tl.store(ids_ptr + t * K + offs_k, ids, mask=mask_k & live)
+            tl.store(weights_ptr + t * K + offs_k, weights, mask=mask_k & live)
+    else:
+        ids = tl.load(ids_ptr + t * K + offs_k, mask=mask_k & live, other=-1).to(tl.int32)
+        weights = tl.load(weights_ptr + t * K + offs_k, mask=mask_k & live, other=0.0)
+    known = mask_k & live & (ids >= 0) & (ids < E)
+    owner = tl.load(owner_ptr + ids, mask=known, other=-1)
+    slot = tl.load(slot_ptr + ids, mask=known, other=-1)
+    weights = tl.where(known, weights, 0.0)
+    for j in tl.static_range(DESTS):
+        d = first + j
+        row = d.to(tl.int64) * capacity + t
+        mask_d = mask_k & (d < EP)
+        words = row * WORDS + ID_WORD
+        tl.store(send_int_ptr + words + offs_k, tl.where(owner == d, slot, -1), mask=mask_d)
+        tl.store(send_float_ptr + words + K + offs_k, weights, mask=mask_d)
+        tl.store(send_int_ptr + words + 2 * K, live.to(tl.int32), mask=d < EP)
+    for h in tl.static_range(0, H, BLOCK_H):
+        offs_h = h + tl.arange(0, BLOCK_H)
+        mask_h = (offs_h < H) & live
+        x = tl.load(x_ptr + t * stride_xt + offs_h, mask=mask_h, other=0.0)
+        for j in tl.static_range(DESTS):
+            row = (first + j).to(tl.int64) * capacity + t
+            tl.store(send_x_ptr + row * ITEMS + offs_h, x, mask=mask_h & (first + j < EP))
+
+
+def route_and_pack(
+    x_TH: Tensor,
+    owner_E: Tensor,
+    slot_E: Tensor,
+    send: Tensor,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    *,
+    logits_TE: Tensor | None = None,
+    bias_E: Tensor | None = None,
+    rule: RouterRule | None = None,
+    pdl: bool = False,
+) -> None:
+    """Write `send` [EP, C, row_bytes] uint8 from the tokens of this rank, in one launch.
+
+    Args:
+        x_TH: [T, H] with dense rows (rows may be strided), T <= C.
+        owner_E, slot_E: [E] int32, the owner rank of every global expert and its slot there.
+        send: every row is written: ids, weights and flag always, hidden values for the T tokens.
+        topk_ids_TK, topk_weights_TK: [T, K] int32 or int64 global ids (-1 for none), float32 weights. Read; or, when
+            `logits_TE` is given, written with what the router chose.
+        logits_TE, bias_E, rule: route on the way (see `route_tokens`).
+    """
+    _check_tokens(x_TH, topk_ids_TK, topk_weights_TK, send)
+    experts, topk = owner_E.shape[0], topk_ids_TK.shape[1]
+    need_dtype("owner_E", owner_E, torch.int32)
+    need_dtype("slot_E", slot_E, torch.int32)
+    need_shape("slot_E", slot_E, (experts,))
+    rule = rule or RouterRule()
+    if logits_TE is not None:
+        check_logits(logits_TE, bias_E)
+        need_shape("logits", logits_TE, (x_TH.shape[0], experts))
+        need_dtype("topk_ids", topk_ids_TK, torch.int32)
+        rule.check(experts, topk)
+    views = RowViews.of(send, x_TH.shape[1], topk, x_TH.dtype)
+    logits = topk_weights_TK if logits_TE is None else logits_TE
+    bias = logits if bias_E is None else bias_E
+    ranks, capacity, layout = send.shape[0], send.shape[1], views.layout
+    # few tokens: a program per destination fills the GPU; many: read each token once
+    dests = 1 if capacity <= 256 else power_of_two(ranks)
+    launch(
+        _route_pack_kernel, (capacity, -(-ranks // dests)),
+        x_TH, logits, bias, topk_ids_TK, topk_weights_TK, owner_E, slot_E, views.hidden, views.ints, views.floats,
+        x_TH.shape[0], capacity, x_TH.stride(0), logits.stride(0),
+        H=layout.hidden, ITEMS=layout.items, WORDS=layout.words, ID_WORD=layout.id_word,
+        ROUTE=logits_TE is not None, KEEP=True, EP=ranks, DESTS=dests, BLOCK_H=_BLOCK_H,
+        **rule.constexprs(experts, topk, bias_E is not None), num_warps=4, pdl=pdl,
+    )  # fmt: skip
+
+
+def _check_tokens(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, send: Tensor) -> None:
+    need(x_TH.dim() == 2, f"x has shape {tuple(x_TH.shape)}: expected [T, H]")
+    need_dtype("x", x_TH, *FLOATS)
+    need(x_TH.stride(1) == 1, "x has strided rows: pass x.contiguous()")
+    need(send.dim() == 3, f"send has shape {tuple(send.shape)}: expected [EP, C, row_bytes]")
+    tokens, topk = x_TH.shape[0], ids_TK.shape[-1]
+    need(
+        tokens <= send.shape[1],
+        f"{tokens} tokens do not fit capacity {send.shape[1]}: build the layer with more",
+    )
+    need_shape("topk_ids", ids_TK, (tokens, topk))
+    need_shape("topk_weights", weights_TK, (tokens, topk))
+    need_dtype("topk_ids", ids_TK, torch.int32, torch.int64)
+    need_dtype("topk_weights", weights_TK, torch.float32)
+    need_contiguous(topk_ids=ids_TK, topk_weights=weights_TK)
+
+
+@triton.jit
+def _prepare_kernel(
+    recv_x_ptr, recv_int_ptr, recv_float_ptr, x_ptr, ids_ptr, weights_ptr, E_LOCAL,
+    H: tl.constexpr, K: tl.constexpr, ITEMS: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program r unpacks received row r. Row 1 of the toy on rank 0: ids (1, -1), weights (0.75, 0)."""
+    r = tl.program_id(0).to(tl.int64)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = offs_k < K
+    pdl_wait(PDL)
+    pdl_start_next(PDL)
+    ids = tl.load(recv_int_ptr + r * WORDS + ID_WORD + offs_k, mask=mask_k, other=-1)
+    known = (ids >= 0) & (ids < E_LOCAL)
+    # a weight without a local expert may be anything, NaN included: it must not survive
+    weights = tl.load(
+        recv_float_ptr + r * WORDS + ID_WORD + K + offs_k, mask=mask_k & known, other=0.0
+    )
+    tl.store(ids_ptr + r * K + offs_k, tl.where(known, ids, -1), mask=mask_k)
+    tl.store(weights_ptr + r * K + offs_k, weights, mask=mask_k)
+    needed = tl.sum(known.to(tl.int32), axis=0) > 0
+    for h in tl.static_range(0, H, BLOCK_H):
+        offs_h = h + tl.arange(0, BLOCK_H)
+        mask_h = offs_h < H
+        # rows that no local expert reads become zeros, whatever lies in the buffer
+        x = tl.load(recv_x_ptr + r * ITEMS + offs_h, mask=mask_h & needed, other=0.0)
+        tl.store(x_ptr + r * H + offs_h, x, mask=mask_h)
+
+
+def prepare_rows(
+    recv: Tensor,
+    hidden: int,
+    topk: int,
+    dtype: torch.dtype,
+    local_experts: int,
+    *,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unpack received rows: the alternative to GEMMs that read them in place.
+
+    Returns:
+        x_RH [R, H] `dtype`, ids_RK [R, K] int32 in [-1, local_experts), weights_RK [R, K] float32.
+    """
+    rows = RowViews.of(recv, hidden, topk, dtype)
+    x_RH = torch.empty((rows.rows, hidden), dtype=dtype, device=recv.device)
+    ids_RK = torch.empty((rows.rows, topk), dtype=torch.int32, device=recv.device)
+    weights_RK = torch.empty_like(ids_RK, dtype=torch.float32)
+    layout = rows.layout
+    launch(
+        _prepare_kernel, (rows.rows,), rows.hidden, rows.ints, rows.floats, x_RH, ids_RK, weights_RK, local_experts,
+        H=hidden, K=topk, ITEMS=layout.items, WORDS=layout.words, ID_WORD=layout.id_word,
+        BLOCK_H=_BLOCK_H, BLOCK_K=power_of_two(topk), num_warps=4, pdl=pdl,
+    )  # fmt: skip
+    return x_RH, ids_RK, weights_RK

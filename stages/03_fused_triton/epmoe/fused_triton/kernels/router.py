@@ -1,0 +1,238 @@
+"""Router: logits of a token become K expert ids and K float32 weights, in the registers of one program.
+
+K rounds of one maximum each. What is compared is a 64-bit key: the score's order-preserving integer above, the inverted
+expert id below, so that one reduction finds the best score AND the lowest id among equals. Weights are recomputed from
+the K chosen logits at the end, which needs no reduction. Softmax compares logits: the order of the probabilities,
+without their rounding. NaN sorts below everything, so ids stay inside [0, E).
+
+Worked on the toy: token 1 has logits (-9, 1.0986, 0, -9). The keys order the experts 1, 2, 0, 3; ids (1, 2); softmax over
+the two is (0.75, 0.25).
+
+Sources: the rules of Mixtral (arXiv:2401.04088) and DeepSeek-V3 (arXiv:2412.19437, 2.1.2), as `epmoe.core.routing`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from epmoe.fused_triton.kernels._checks import FLOATS, need, need_dtype, need_shape, power_of_two
+from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
+from torch import Tensor
+
+MAX_TOPK = 32
+MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True)
+class RouterRule:
+    """How logits become ids and weights; the fields of `epmoe.core.routing.RouterConfig`.
+
+    Attributes:
+        sigmoid: an independent sigmoid per expert, else softmax over all.
+        renormalize: divide a token's K weights by their sum.
+        groups, topk_groups: only experts of the best groups compete (a group scores the sum of its two best).
+        scale: multiplies the weights once.
+    """
+
+    sigmoid: bool = False
+    renormalize: bool = True
+    groups: int = 1
+    topk_groups: int = 1
+    scale: float = 1.0
+
+    def check(self, experts: int, topk: int) -> None:
+        """Raise InputError where the kernel cannot serve these sizes."""
+        need(1 <= topk <= experts, f"topk={topk}: must be between 1 and experts={experts}")
+        need(topk <= MAX_TOPK, f"topk={topk}: this router chooses at most {MAX_TOPK} experts")
+        need(experts <= MAX_EXPERTS, f"experts={experts}: this router reads at most {MAX_EXPERTS}")
+        need(experts % self.groups == 0, f"experts={experts} do not form groups={self.groups}")
+        reachable = experts // self.groups * self.topk_groups
+        need(topk <= reachable, f"topk={topk}: only {reachable} experts are in the best groups")
+
+    def constexprs(self, experts: int, topk: int, has_bias: bool) -> dict:
+        """Compile-time arguments of `select_experts`."""
+        return {
+            "E": experts,
+            "K": topk,
+            "GROUPS": self.groups,
+            "TOPK_GROUPS": self.topk_groups,
+            "SIGMOID": self.sigmoid,
+            "HAS_BIAS": has_bias,
+            "RENORM": self.renormalize,
+            "SCALE": float(self.scale),
+            "BLOCK_G": power_of_two(self.groups),
+            "BLOCK_P": power_of_two(experts // self.groups),
+            "BLOCK_K": power_of_two(topk),
+        }
+
+
+@triton.jit
+def order_key(score, tie_break):
+    """An int64 that orders like (score, then low tie_break): 1.0 at id 0 > 1.0 at id 1 > 0.5 > -1.0 > NaN."""
+    score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
+    bits = score.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = tl.where(score == score, ordered, -2147483647)
+    return ordered.to(tl.int64) * 4294967296 + (0x7FFFFFFF - tie_break).to(tl.int64)
+
+
+@triton.jit
+def open_groups(
+    choice, mask, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr
+):
+    """[BLOCK_G] true for the best TOPK_GROUPS groups. Groups (3, 1), (2, 2.5): sums 4 and 4.5, the second opens first."""
+    lanes = tl.broadcast_to(tl.arange(0, choice.shape[1])[None, :], choice.shape)
+    scored = tl.where(mask & (choice == choice), choice, float("-inf"))
+    first = tl.max(scored, axis=1)
+    first_lane = tl.min(tl.where(scored == first[:, None], lanes, choice.shape[1]), axis=1)
+    rest = tl.where(lanes == first_lane[:, None], float("-inf"), scored)
+    second = tl.max(rest, axis=1)
+    # a group of one expert scores that expert alone
+    total = first + tl.where(tl.sum(mask.to(tl.int32), axis=1) > 1, second, 0.0)
+    offs_g = tl.arange(0, BLOCK_G)
+    lowest: tl.constexpr = -9223372036854775808
+    key = tl.where(offs_g < GROUPS, order_key(total, offs_g), lowest)
+    opened = offs_g < 0
+    for _ in tl.static_range(TOPK_GROUPS):
+        best = key == tl.max(key, axis=0)
+        opened = opened | best
+        key = tl.where(best, lowest, key)
+    return opened
+
+
+@triton.jit
+def select_experts(
+    logits_ptr,
+    bias_ptr,
+    live,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RENORM: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """ids [BLOCK_K] int32 and weights [BLOCK_K] float32 of one token's logits; (1, 2) and (0.75, 0.25) for token 1.
+
+    Lanes at and after K hold id -1, weight 0. Nothing is read when `live` is false.
+    """
+    offs_g = tl.arange(0, BLOCK_G)[:, None]
+    offs_p = tl.arange(0, BLOCK_P)[None, :]
+    PER_GROUP: tl.constexpr = E // GROUPS
+    expert = offs_g * PER_GROUP + offs_p
+    mask = (offs_g < GROUPS) & (offs_p < PER_GROUP)
+    logits = tl.load(logits_ptr + expert, mask=mask & live, other=float("-inf")).to(tl.float32)
+    top_logit = tl.max(tl.max(logits, axis=1), axis=0)
+    total = 1.0
+    choice = logits
+    if SIGMOID:
+        choice = tl.sigmoid(logits)
+    elif (not RENORM) or HAS_BIAS or GROUPS > 1:
+        exps = tl.where(mask, tl.exp(logits - top_logit), 0.0)
+        total = tl.sum(tl.sum(exps, axis=1), axis=0)
+        if HAS_BIAS or GROUPS > 1:
+            choice = exps / total
+    if HAS_BIAS:
+        choice += tl.load(bias_ptr + expert, mask=mask & live, other=0.0).to(tl.float32)
+    if GROUPS > 1:
+        # experts of closed groups leave the race, they do not merely score low
+        mask = mask & open_groups(choice, mask, GROUPS, TOPK_GROUPS, BLOCK_G)[:, None]
+    lowest: tl.constexpr = -9223372036854775808
+    key = tl.where(mask, order_key(choice, expert), lowest)
+    offs_k = tl.arange(0, BLOCK_K)
+    ids = tl.full([BLOCK_K], -1, tl.int32)
+    for k in tl.static_range(K):
+        best = tl.max(tl.max(key, axis=1), axis=0)
+        ids = tl.where(offs_k == k, (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.int32), ids)
+        key = tl.where(key == best, lowest, key)
+    chosen = tl.load(logits_ptr + ids, mask=(offs_k < K) & live, other=float("-inf")).to(tl.float32)
+    weights = tl.sigmoid(chosen) if SIGMOID else tl.exp(chosen - top_logit) / total
+    weights = tl.where(offs_k < K, weights, 0.0)
+    if RENORM:
+        weights = weights / (tl.sum(weights, axis=0) + (1e-20 if SIGMOID else 0.0))
+    return ids, weights * SCALE
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    stride_lt,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RENORM: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per token. Token 1 of the toy: ids (1, 2), weights (0.75, 0.25)."""
+    t = tl.program_id(0).to(tl.int64)
+    pdl_wait(PDL)
+    pdl_start_next(PDL)
+    ids, weights = select_experts(
+        logits_ptr + t * stride_lt, bias_ptr, t >= 0, E, K, GROUPS, TOPK_GROUPS, SIGMOID, HAS_BIAS, RENORM, SCALE,
+        BLOCK_G, BLOCK_P, BLOCK_K,
+    )  # fmt: skip
+    offs_k = tl.arange(0, BLOCK_K)
+    tl.store(ids_ptr + t * K + offs_k, ids, mask=offs_k < K)
+    tl.store(weights_ptr + t * K + offs_k, weights, mask=offs_k < K)
+
+
+def check_logits(logits_TE: Tensor, bias_E: Tensor | None) -> None:
+    """Raise InputError unless logits are [T, E] floats with dense rows and the bias, if any, is [E] float32."""
+    need(logits_TE.dim() == 2, f"logits have shape {tuple(logits_TE.shape)}: expected [T, E]")
+    need_dtype("logits", logits_TE, *FLOATS)
+    need(logits_TE.stride(1) == 1, "logits have strided rows: pass logits.contiguous()")
+    if bias_E is not None:
+        need_shape("bias", bias_E, (logits_TE.shape[1],))
+        need_dtype("bias", bias_E, torch.float32)
+        need(bias_E.is_contiguous(), "bias is strided: pass bias.contiguous()")
+
+
+def route_tokens(
+    logits_TE: Tensor,
+    topk: int,
+    rule: RouterRule,
+    bias_E: Tensor | None = None,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of every token.
+
+    Args:
+        logits_TE: [T, E] float32, bfloat16 or float16; computed in float32. Rows may be strided.
+        topk: K, at most 32.
+        rule: softmax or sigmoid, groups, renormalisation, scale.
+        bias_E: [E] float32, steers the choice only.
+        out: (ids, weights) to write into.
+
+    Returns:
+        topk_ids_TK int32, best first (lowest id first among equals), and topk_weights_TK float32.
+    """
+    check_logits(logits_TE, bias_E)
+    tokens, experts = logits_TE.shape
+    rule.check(experts, topk)
+    if out is None:
+        ids_TK = torch.empty((tokens, topk), dtype=torch.int32, device=logits_TE.device)
+        out = ids_TK, torch.empty_like(ids_TK, dtype=torch.float32)
+    bias = logits_TE if bias_E is None else bias_E
+    launch(
+        _route_kernel, (tokens,), logits_TE, bias, *out, logits_TE.stride(0),
+        **rule.constexprs(experts, topk, bias_E is not None), num_warps=1, pdl=pdl,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,175 @@
+"""Every kernel compiles ahead of time, with no GPU, for each architecture that the stage names.
+
+The interpreter proves indices, not that the compiler takes a kernel. Run as a program, this file compiles and prints one
+JSON object; the tests start it once per architecture, with the interpreter off.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ARCHITECTURES = {90: 232448, 100: 232448, 103: 232448, 120: 101376}
+H, I, K, E, E_LOCAL, EP = 4096, 2048, 8, 288, 72, 4
+
+
+def jobs(limit: int) -> dict:
+    """name -> (kernel, {argument: type or constexpr value}, num_warps, num_stages)."""
+    from epmoe.fused_triton.kernels import (
+        DeviceLimits,
+        GemmConfig,
+        RouterRule,
+        RowLayout,
+        choose,
+        dispatch,
+        gemm,
+        metadata,
+        reduce,
+        router,
+    )
+
+    row = RowLayout(H, K, 2)
+    place = {"H": H, "K": K, "ITEMS": row.items, "WORDS": row.words, "ID_WORD": row.id_word}
+    rule = RouterRule(sigmoid=True, groups=8, topk_groups=4, scale=2.5).constexprs(E, K, True)
+    ids = {"E_LOCAL": E_LOCAL, "K": K, "WORDS": row.words, "ID_WORD": row.id_word, "BINS": 128}
+    limits = DeviceLimits(limit, tma=True)
+
+    def gemm_job(which: str, rows: int, **changes):
+        sizes = {"hidden": H, "intermediate": I, "local_experts": E_LOCAL, "itemsize": 2}
+        config: GemmConfig = getattr(choose(limits, rows=rows, **sizes), which)
+        config = GemmConfig(**{**config.to_dict(), **changes})
+        meta = gemm._meta(config, None)
+        warps, stages = meta.pop("num_warps"), meta.pop("num_stages")
+        meta |= {"H": H, "I": I, "K": K, "TMA": config.tma}
+        w = f"tensordesc<bf16[{config.block_n}, {config.block_k}]>" if config.tma else "*bf16"
+        if which == "gate_up":
+            meta |= {"w_ptr": w, "ITEMS": row.items}
+            return gemm.gate_up_kernel, meta, warps, stages
+        meta |= {
+            "w_ptr": w,
+            "WORDS": row.words,
+            "WEIGHT_WORD": row.weight_word,
+            "BYTES": 2,
+            "LINES": 4,
+        }
+        return gemm.down_kernel, meta, warps, stages
+
+    pack = {**place, **rule, "ROUTE": True, "KEEP": True, "EP": EP, "DESTS": 1, "BLOCK_H": 1024}
+    return {
+        "route": (router._route_kernel, rule, 1, 1),
+        "route_pack": (dispatch._route_pack_kernel, pack, 4, 1),
+        "prepare": (dispatch._prepare_kernel, {**place, "BLOCK_H": 1024, "BLOCK_K": 8}, 4, 1),
+        "group": (metadata._group_kernel, {**ids, "BLOCK_M": 16, "BLOCK_S": 32, "BLOCK_N": 256}, 4, 1),
+        "count": (metadata._count_kernel, {**ids, "BLOCK": 1024}, 4, 1),
+        "place": (
+            metadata._place_kernel, {**ids, "BLOCK_M": 128, "BLOCK": 1024, "SUB": 128, "ROWS": 32}, 8, 1,
+        ),
+        "gate_up_decode": gemm_job("gate_up", 8),
+        "gate_up_swap_tma": gemm_job("gate_up", 8, swap_ab=True, tma=True, block_n=64, block_k=64),
+        "gate_up_prefill": gemm_job("gate_up", 16384),
+        "down_decode": gemm_job("down", 8),
+        "down_prefill_tma": gemm_job("down", 16384, tma=True),
+        "reduce": (reduce._reduce_kernel, {**place, "BLOCK_H": 512}, 4, 1),
+        "merge": (reduce._merge_kernel, {"EP": EP, "H": H, "RING": False, "BLOCK_H": 512}, 4, 1),
+    }  # fmt: skip
+
+
+def argument_type(name: str) -> str:
+    """Pointers by what they point to, everything else int32."""
+    if not name.endswith("_ptr"):
+        return "i32"
+    floats = (
+        "weights_ptr",
+        "bias_ptr",
+        "send_float_ptr",
+        "recv_float_ptr",
+        "rows_ptr",
+        "ret_ptr",
+        "back_ptr",
+    )
+    halves = (
+        "x_ptr",
+        "logits_ptr",
+        "send_x_ptr",
+        "recv_x_ptr",
+        "h_ptr",
+        "w_ptr",
+        "plain_w_ptr",
+        "y_ptr",
+    )
+    return "*fp32" if name in floats else "*bf16" if name in halves else "*i32"
+
+
+def compile_one(kernel, given: dict, warps: int, stages: int, arch: int, pdl: bool) -> dict:
+    """Registers, spills and shared memory of one compiled kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    given = {**given, "PDL": pdl}
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = given.get(name, argument_type(name))
+        if name.isupper() and name in given:
+            signature[name], constants[name] = "constexpr", value
+        else:
+            signature[name] = value
+            if value.startswith("*"):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl}
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return {"shared": built.metadata.shared, "cubin": built.asm["cubin"], "ptx": built.asm["ptx"]}
+
+
+def main(arch: int) -> None:
+    limit = ARCHITECTURES[arch]
+    found = {}
+    for name, (kernel, given, warps, stages) in jobs(limit).items():
+        built = compile_one(kernel, given, warps, stages, arch, pdl=True)
+        ptx = built["ptx"]
+        found[name] = {
+            "shared": built["shared"],
+            "bytes": len(built["cubin"]),
+            "waits": ptx.count("griddepcontrol.wait"),
+            "wide_copies": ptx.count("cp.async.cg") + ptx.count("cp.async.bulk"),
+            "tensor_core": ptx.count("mma.sync")
+            + ptx.count("wgmma.mma")
+            + ptx.count("tcgen05.mma"),
+        }
+    print(json.dumps(found))
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
+def test_every_kernel_compiles(arch, tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    run = subprocess.run(
+        [sys.executable, __file__, str(arch)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    for name, kernel in found.items():
+        assert kernel["bytes"] > 1000, name
+        assert kernel["shared"] <= ARCHITECTURES[arch], (
+            f"{name}: {kernel['shared']} bytes of shared memory"
+        )
+        assert kernel["waits"] >= 1, f"{name} never waits for its predecessor"
+        if name.startswith(("gate_up", "down")):
+            assert kernel["tensor_core"], f"{name} does not use the tensor cores"
+            assert kernel["wide_copies"], (
+                f"{name} does not load its tiles with wide asynchronous copies"
+            )
+
+
+if __name__ == "__main__":
+    assert Path(__file__).name == "test_compile.py"
+    main(int(sys.argv[1]))

@@ -1,0 +1,330 @@
+"""The kernels against plain torch, on a GPU where there is one, else through Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: @triton.jit looks at it
+
+from epmoe.core.errors import InputError
+from epmoe.core.placement import contiguous
+from epmoe.core.routing import RouterConfig, route
+from epmoe.fused_triton import kernels as kn
+from epmoe.fused_triton.kernels.layout import RowViews
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POISON = 0x7F7F7F7F
+
+
+def tables(experts: int, ranks: int):
+    placement = contiguous(experts, ranks)
+    as_int = {"dtype": torch.int32, "device": DEVICE}
+    return torch.tensor(placement.owners, **as_int), torch.tensor(placement.slots, **as_int)
+
+
+def pack(x, ids, weights, experts, ranks, capacity, **router):
+    owner_E, slot_E = tables(experts, ranks)
+    size = kn.row_bytes(x.shape[1], ids.shape[1], x.element_size())
+    send = torch.full(
+        (ranks, capacity, size), 0xFF, dtype=torch.uint8, device=DEVICE
+    )  # NaN everywhere
+    kn.route_and_pack(x, owner_E, slot_E, send, ids, weights, **router)
+    return send
+
+
+def random_ids(tokens: int, topk: int, experts: int, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts, generator=generator)
+    ids = scores.argsort(dim=1)[:, :topk].to(torch.int32)
+    weights = torch.rand(tokens, topk, generator=generator)
+    return ids.to(DEVICE), weights.to(DEVICE)
+
+
+TOY_IDS = torch.tensor([[[0, 1], [1, 2]], [[2, 3], [0, 3]]], dtype=torch.int32)
+TOY_WEIGHTS = torch.tensor([0.75, 0.25]).expand(2, 2, 2).contiguous()
+
+
+def toy_recv(rank: int):
+    """What `rank` receives in the toy: H = 4, token t holds the value t + 1."""
+    sends = []
+    for source in (0, 1):
+        x = torch.tensor([2.0 * source + 1, 2.0 * source + 2])[:, None].expand(2, 4).contiguous()
+        sends.append(
+            pack(x.to(DEVICE), TOY_IDS[source].to(DEVICE), TOY_WEIGHTS[source].to(DEVICE), 4, 2, 2)
+        )
+    return torch.stack([send[rank] for send in sends])
+
+
+def test_toy_rows_carry_local_ids_weights_and_the_flag():
+    x_RH, ids_RK, weights_RK = kn.prepare_rows(toy_recv(0), 4, 2, torch.float32, 2)
+    assert ids_RK.tolist() == [[0, 1], [1, -1], [-1, -1], [0, -1]]
+    assert weights_RK.tolist() == [[0.75, 0.25], [0.75, 0.0], [0.0, 0.0], [0.75, 0.0]]
+    assert x_RH[:, 0].tolist() == [1.0, 2.0, 0.0, 4.0]
+    layout = kn.RowLayout(4, 2, 4)
+    assert (
+        RowViews.of(toy_recv(1), 4, 2, torch.float32).ints[:, layout.valid_word].tolist() == [1] * 4
+    )
+    assert RowViews.of(toy_recv(1), 4, 2, torch.float32).ints[1, layout.id_word :][:2].tolist() == [
+        -1,
+        0,
+    ]
+
+
+def test_toy_slots_are_listed_expert_by_expert():
+    rows = RowViews.of(toy_recv(0), 4, 2, torch.float32)
+    tiles = kn.group_slots(rows, 2, kn.make_tiles(8, 2, 16, DEVICE))
+    assert tiles.sorted_slots.tolist() == [0, 6, 1, 2, 3, 4, 5, 7]
+    assert tiles.offsets.tolist() == [0, 2, 4]
+    assert tiles.num_tiles.item() == 2
+    assert tiles.tiles[:2, :3].tolist() == [[0, 0, 2], [1, 2, 4]]
+
+
+def test_toy_router_prefers_low_ids_and_renormalises():
+    logits = torch.tensor([[-9, 1.0986123, 0, -9], [1, 1, 1, 1]], device=DEVICE)
+    ids, weights = kn.route_tokens(logits, 2, kn.RouterRule())
+    assert ids.tolist() == [[1, 2], [0, 1]]
+    torch.testing.assert_close(weights.cpu(), torch.tensor([[0.75, 0.25], [0.5, 0.5]]))
+
+
+ROUTERS = [
+    RouterConfig(),
+    RouterConfig(renormalize=False, scale=2.0),
+    RouterConfig(scoring="sigmoid", scale=2.5),
+    RouterConfig(scoring="sigmoid", groups=8, topk_groups=3, scale=2.5),
+    RouterConfig(scoring="sigmoid", groups=4, topk_groups=2, renormalize=False),
+]
+
+
+def rule_of(config: RouterConfig) -> kn.RouterRule:
+    return kn.RouterRule(
+        config.scoring == "sigmoid",
+        config.renormalize,
+        config.groups,
+        config.topk_groups,
+        config.scale,
+    )
+
+
+@pytest.mark.parametrize(
+    "config", ROUTERS, ids=lambda c: f"{c.scoring}-G{c.groups}-r{c.renormalize:d}"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_router_equals_the_reference(config, dtype, bias):
+    generator = torch.Generator().manual_seed(1)
+    # float16 logits on a grid: many ties
+    logits = (torch.randn(9, 72, generator=generator) * 4).round().div(4).to(dtype)
+    bias_E = torch.randn(72, generator=generator) * 0.1 if bias else None
+    if bias and config.scoring == "softmax":
+        bias_E = bias_E * 0.01
+    want_ids, want_weights = route(logits, config, 6, bias_E)
+    device_bias = None if bias_E is None else bias_E.to(DEVICE)
+    ids, weights = kn.route_tokens(logits.to(DEVICE), 6, rule_of(config), device_bias)
+    assert torch.equal(ids.cpu(), want_ids)
+    torch.testing.assert_close(weights.cpu(), want_weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("experts", "topk"),
+    [
+        (1, 1),
+        (3, 3),
+        (7, 5),
+        (63, 7),
+        (64, 10),
+        (65, 6),
+        (160, 32),
+        (1023, 8),
+        (1024, 1),
+        (1025, 3),
+        (2048, 2),
+    ],
+)
+def test_router_takes_any_expert_count(experts, topk):
+    logits = torch.randn(2, experts, generator=torch.Generator().manual_seed(experts))
+    ids, weights = kn.route_tokens(logits.to(DEVICE), topk, kn.RouterRule())
+    want_ids, want_weights = route(logits, RouterConfig(), topk)
+    assert torch.equal(ids.cpu(), want_ids)
+    torch.testing.assert_close(weights.cpu(), want_weights, rtol=1e-5, atol=1e-7)
+
+
+def test_one_expert_per_token_weighs_exactly_one():
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for sigmoid in (False, True):
+        assert kn.route_tokens(logits, 1, kn.RouterRule(sigmoid))[1].tolist() == [[1.0]] * 5
+
+
+def test_router_ids_stay_in_range_when_logits_are_nan():
+    logits = torch.full((2, 5), float("nan"))
+    logits[1, 3] = 1.0
+    ids = kn.route_tokens(logits.to(DEVICE), 2, kn.RouterRule(True))[0].tolist()
+    assert ids == [[0, 1], [3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("experts", "topk", "rule"),
+    [
+        (4, 5, {}),
+        (4, 0, {}),
+        (64, 33, {}),
+        (9, 2, {"groups": 2}),
+        (8, 5, {"groups": 4, "topk_groups": 2}),
+    ],
+)
+def test_router_refuses_sizes_it_cannot_serve(experts, topk, rule):
+    with pytest.raises(InputError, match="experts"):
+        kn.route_tokens(torch.zeros(1, experts, device=DEVICE), topk, kn.RouterRule(**rule))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_pack_treats_bad_ids_as_no_expert_and_leaves_padding_inert(dtype):
+    ids = torch.tensor([[-1, 2], [4, 3], [9, -7]], dtype=dtype, device=DEVICE)
+    weights = torch.full((3, 2), 0.5, device=DEVICE)
+    send = pack(torch.ones(3, 6, device=DEVICE), ids, weights, 4, 2, 5)
+    seen = [kn.prepare_rows(send[d], 6, 2, torch.float32, 2)[1].tolist() for d in (0, 1)]
+    nothing = [-1, -1]
+    assert seen[0] == [nothing] * 5
+    assert seen[1] == [[-1, 0], [-1, 1], nothing, nothing, nothing]
+
+
+def test_packed_rows_are_bitwise_the_tokens_also_from_strided_rows():
+    x = (
+        torch.randn(5, 70, generator=torch.Generator().manual_seed(0))
+        .to(torch.float16)[:, 1:66]
+        .to(DEVICE)
+    )
+    assert not x.is_contiguous()
+    ids, weights = random_ids(5, 3, 8)
+    send = pack(x, ids, weights, 8, 2, 7)
+    for d in (0, 1):
+        views = RowViews.of(send[d], 65, 3, torch.float16)
+        assert torch.equal(views.hidden[:5, :65], x)
+        assert views.ints[:, views.layout.valid_word].tolist() == [1] * 5 + [0] * 2
+
+
+def test_routing_while_packing_equals_routing_then_packing():
+    generator = torch.Generator().manual_seed(3)
+    x, logits = torch.randn(4, 32, generator=generator), torch.randn(4, 12, generator=generator)
+    x, logits = x.to(DEVICE), logits.to(DEVICE)
+    rule = kn.RouterRule(sigmoid=True, scale=1.5)
+    ids, weights = kn.route_tokens(logits, 3, rule)
+    seen_ids, seen_weights = torch.full_like(ids, POISON), torch.full_like(weights, float("nan"))
+    both = pack(x, seen_ids, seen_weights, 12, 3, 5, logits_TE=logits, rule=rule)
+    split = pack(x, ids, weights, 12, 3, 5)
+    assert torch.equal(seen_ids, ids)
+    assert torch.equal(seen_weights, weights)
+    assert torch.equal(both, split)
+
+
+def sorted_by_torch(ids_RK: torch.Tensor, experts: int):
+    key = ids_RK.flatten().cpu().long()
+    key = torch.where((key >= 0) & (key < experts), key, experts)
+    counts = torch.bincount(key, minlength=experts + 1)[:experts]
+    return key.sort(stable=True).indices, torch.cat(
+        [torch.zeros(1, dtype=torch.long), counts.cumsum(0)]
+    )
+
+
+def check_tiles(tiles, experts):
+    offsets = tiles.offsets.tolist()
+    want = [
+        [e, start, offsets[e + 1]]
+        for e in range(experts)
+        for start in range(offsets[e], offsets[e + 1], tiles.block_m)
+    ]
+    assert tiles.tiles[: tiles.num_tiles.item(), :3].tolist() == want
+    assert len(want) <= tiles.tiles.shape[0]
+
+
+def recv_with_ids(ids_RK: torch.Tensor, hidden: int = 2) -> RowViews:
+    rows, topk = ids_RK.shape
+    size = kn.row_bytes(hidden, topk, 4)
+    views = RowViews.of(
+        torch.full((rows, size), 0xFF, dtype=torch.uint8), hidden, topk, torch.float32
+    )
+    views.ints[:, views.layout.id_word : views.layout.weight_word] = ids_RK
+    buffer = views.ints.view(torch.uint8).to(DEVICE)
+    return RowViews.of(buffer, hidden, topk, torch.float32)
+
+
+def metadata_case(name: str):
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(rows, topk, low, high):
+        return torch.randint(low, high, (rows, topk), generator=generator, dtype=torch.int32)
+
+    return {
+        "one-slot": (draw(1, 1, 0, 1), 1),
+        "all-to-one": (torch.full((40, 3), 2, dtype=torch.int32), 4),
+        "nothing": (torch.full((6, 2), -1, dtype=torch.int32), 3),
+        "nine-nearly-empty": (torch.arange(17, dtype=torch.int32).view(17, 1) % 9, 9),
+        "wild-ids": (draw(50, 3, -4, 12) * 100003, 7),
+        "E1024": (draw(80, 4, -1, 1024), 1024),
+        "E1023": (draw(80, 4, -1, 1023), 1023),
+        "no-rows": (torch.empty(0, 2, dtype=torch.int32), 5),
+        "no-experts": (draw(5, 2, -1, 1), 0),
+    }[name]
+
+
+METADATA_CASES = (
+    "one-slot all-to-one nothing nine-nearly-empty wild-ids E1024 E1023 no-rows no-experts"
+)
+
+
+@pytest.mark.parametrize("path", ["small", "large"])
+@pytest.mark.parametrize("case", METADATA_CASES.split())
+def test_metadata_equals_a_stable_sort(case, path, monkeypatch):
+    if path == "large":
+        monkeypatch.setattr("epmoe.fused_triton.kernels.metadata.SMALL_SLOTS", -1)
+        monkeypatch.setattr("epmoe.fused_triton.kernels.metadata._BLOCK", 64)
+    ids_RK, experts = metadata_case(case)
+    rows, slots = recv_with_ids(ids_RK), ids_RK.numel()
+    out = kn.make_tiles(slots, experts, 16, DEVICE)
+    for buffer in (out.offsets, out.sorted_slots, out.tiles, out.num_tiles, out.counts):
+        buffer.fill_(POISON)
+    kn.group_slots(rows, experts, out)
+    want_slots, want_offsets = sorted_by_torch(ids_RK, experts)
+    assert out.offsets.tolist() == want_offsets.tolist()
+    assert out.sorted_slots.tolist() == want_slots.tolist()
+    check_tiles(out, experts)
+
+
+def test_many_tokens_on_one_expert_are_counted_exactly():
+    ids_RK = torch.full((9000, 1), 1, dtype=torch.int32)
+    out = kn.group_slots(recv_with_ids(ids_RK), 2, kn.make_tiles(9000, 2, 128, DEVICE))
+    assert out.counts.shape[0] > 0, "9000 slots must take the path of many slots"
+    assert out.offsets.tolist() == [0, 0, 9000]
+    assert out.sorted_slots.tolist() == list(range(9000))
+    check_tiles(out, 2)
+
+
+@pytest.mark.parametrize(
+    ("slots", "experts", "block_m"), [(17, 9, 16), (1, 288, 16), (512, 72, 16), (33, 2, 16)]
+)
+def test_tile_bound_is_reached_and_never_passed(slots, experts, block_m):
+    active = min(slots, experts)
+    worst = [1] * active
+    for _ in range(slots - active):  # greedily round up as many experts as possible
+        worst[min(range(active), key=lambda e: (-worst[e]) % block_m)] += 1
+    needed = sum(-(-count // block_m) for count in worst)
+    assert needed == kn.max_tiles(slots, experts, block_m)
+
+
+def test_wrong_buffers_are_refused_by_name():
+    x, (ids, weights) = torch.zeros(2, 4, device=DEVICE), random_ids(2, 2, 4)
+    with pytest.raises(InputError, match="2 tokens do not fit capacity 1"):
+        pack(x, ids, weights, 4, 2, 1)
+    with pytest.raises(InputError, match="topk_weights"):
+        pack(x, ids, weights.half(), 4, 2, 2)
+    with pytest.raises(InputError, match="x has strided rows"):
+        pack(torch.zeros(2, 8, device=DEVICE)[:, ::2], ids, weights, 4, 2, 2)
+    with pytest.raises(InputError, match="packed rows have"):
+        RowViews.of(torch.zeros(1, 1, 48, dtype=torch.uint8), 4, 2, torch.float16)
+    with pytest.raises(InputError, match="make_tiles"):
+        kn.group_slots(toy_views(), 2, kn.make_tiles(4, 2, 16, DEVICE))
+
+
+def toy_views() -> RowViews:
+    return RowViews.of(toy_recv(0), 4, 2, torch.float32)
