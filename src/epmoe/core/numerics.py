@@ -6,6 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from epmoe.core.errors import InputError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of a [..., 2I] tensor whose first half is gate; computed in float32, returned in its dtype."""
@@ -30,3 +34,13 @@ def sum_in_order(terms: Sequence[Tensor]) -> Tensor:
     for term in terms[1:]:
         total += term
     return total
+
+
+def named_dtype(name: str, device: str) -> torch.dtype:
+    """The dtype of that name; "auto" is bfloat16 on cuda, and float32 on a CPU, where Triton's interpreter has no sound
+    bfloat16. Raises InputError for others."""
+    if name == "auto":
+        name = "bfloat16" if device == "cuda" else "float32"
+    if name not in _DTYPES:
+        raise InputError(f"dtype={name!r}: choose auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]

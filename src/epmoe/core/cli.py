@@ -1,0 +1,166 @@
+"""`epmoe`: the front door on a terminal. Every command takes `--json` (to standard output) or `--json FILE`."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from epmoe.core import registry
+from epmoe.core.errors import EpmoeError
+
+app = typer.Typer(
+    help="A ladder of expert-parallel Mixture-of-Experts layers: run it, check it, measure it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+_console = Console()
+_notes = Console(stderr=True)  # progress and remarks: standard output stays clean for --json
+
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="[FILE]", help="Write JSON to FILE, or print it.")
+]
+Ranks = Annotated[int, typer.Option(min=1, help="How many expert-parallel ranks.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+
+
+def main() -> None:
+    """The console script: bad input ends with one clear line and exit code 2."""
+    sys.argv[1:] = _complete_json(sys.argv[1:])
+    try:
+        app()
+    except EpmoeError as error:
+        _notes.print(f"epmoe: {error}", style="bold red", highlight=False, markup=False)
+        for note in getattr(error, "__notes__", ()):
+            _notes.print(note, highlight=False, markup=False)
+        sys.exit(2)
+
+
+def _complete_json(arguments: list[str]) -> list[str]:
+    """A bare `--json` means standard output: give it the value `-`."""
+    completed = []
+    for place, argument in enumerate(arguments):
+        completed.append(argument)
+        following = arguments[place + 1 : place + 2]
+        if argument == "--json" and (not following or following[0].startswith("--")):
+            completed.append("-")
+    return completed
+
+
+def _deliver(data: Any, target: str | None, table) -> None:
+    """The table for people; JSON where it was asked for."""
+    if target is None:
+        _console.print(table)
+    elif target == "-":
+        print(json.dumps(data, indent=2, default=str))
+    else:
+        Path(target).write_text(json.dumps(data, indent=2, default=str) + "\n")
+        _console.print(table)
+
+
+@app.command()
+def tour(
+    ranks: Ranks = 4,
+    device: Device = "auto",
+    stage: Annotated[
+        list[str] | None, typer.Option(help="A stage; may be repeated. All by default.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file to read instead of the built-in one.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens of the text.")] = 96,
+    model: Annotated[
+        Path | None, typer.Option(help="A checkpoint. The tiny one by default.")
+    ] = None,
+    dtype: Dtype = "auto",
+    timeout: Annotated[float, typer.Option(help="Seconds for each stage.")] = 120.0,
+    json_to: Json = None,
+) -> None:
+    """Run one real MoE layer on real text through every stage, and hold each rank against the oracle."""
+    from epmoe.core import tour as tours
+    from epmoe.core.tour_guide import guide
+    from epmoe.core.tour_view import render
+
+    stages = tours.runnable_stages(stage or [])
+    words = text.read_text() if text else tours.TEXT
+    report = guide(
+        _notes, stages, ranks, device, tours.find_model(model), words, tokens, dtype, timeout
+    )
+    _deliver(asdict(report) | {"right": report.right}, json_to, render(report))
+    raise typer.Exit(0 if report.right else 1)
+
+
+@app.command()
+def check(
+    stage: Annotated[str, typer.Argument(help="A registered stage: its name or number.")],
+    shape: Annotated[str, typer.Option(help="A named shape.")] = "tiny",
+    tokens: Annotated[
+        str, typer.Option(help="T of every call, with commas; rank r brings T - r.")
+    ] = "0,1,5,33",
+    draw: Annotated[
+        str,
+        typer.Option(help="uniform, zipf, hot_expert, one_rank, masked or duplicates; or all."),
+    ] = "all",
+    ranks: Ranks = 4,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds of each draw.")] = 2,
+    timeout: Annotated[float, typer.Option(help="Seconds for each case.")] = 120.0,
+    json_to: Json = None,
+) -> None:
+    """Hold a stage against the oracle on every rank, with random draws. Exit code 1 when it is wrong."""
+    from epmoe.core import checking
+
+    cases = checking.cases(registry.resolve(stage), shape, tokens, draw, ranks, seeds)
+    outcomes = checking.run(_notes, cases, ranks, device, dtype, timeout)
+    right = all(outcome.right for outcome in outcomes)
+    data = {"stage": stage, "right": right, "cases": [o.as_dict() for o in outcomes]}
+    _deliver(data, json_to, checking.render(outcomes))
+    raise typer.Exit(0 if right else 1)
+
+
+@app.command()
+def stages(json_to: Json = None) -> None:
+    """List the registered stages and what they declare."""
+    table = Table("stage", "idea", "graph", "deterministic", "batch invariant", box=None)
+    data = []
+    for name in registry.names():
+        try:
+            stage = registry.load(name)
+        except EpmoeError as error:
+            table.add_row(name, f"[red]{error}[/red]")
+            data.append({"stage": name, "error": str(error)})
+            continue
+        can = stage.capabilities
+        flags = (can.graph_capturable, can.deterministic, can.batch_invariant)
+        table.add_row(name, stage.summary, *("yes" if flag else "no" for flag in flags))
+        data.append({"stage": name, "summary": stage.summary, **asdict(can)})
+    _deliver(data, json_to, table)
+
+
+@app.command()
+def doctor(json_to: Json = None) -> None:
+    """What this machine can run, and why not the rest."""
+    from epmoe.core.doctor import diagnose
+
+    findings = diagnose()
+    table = Table("", "what", "found", "to change it", box=None)
+    for finding in findings:
+        mark = "[green]yes[/green]" if finding.ok else "[yellow]no[/yellow]"
+        table.add_row(mark, finding.name, finding.detail, finding.fix or "")
+    _deliver([asdict(finding) for finding in findings], json_to, table)
+
+
+def _add_plan() -> None:
+    from epmoe.core.plan_render import plan_command
+
+    app.command("plan")(plan_command)
+
+
+_add_plan()
