@@ -44,16 +44,18 @@ def main(extras: list[str]) -> int:
 
 
 def make_venv() -> Path:
-    """The interpreter of .venv, made if it is missing (without its own pip where Python lacks ensurepip)."""
+    """The interpreter of .venv, made if it is missing or broken."""
     python = VENV / "bin" / "python"
     if works(python):
         return python
     say(f"making {VENV} with Python {sys.version.split()[0]}")
-    done = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=False)
-    if done.returncode:
-        say("no ensurepip here: the environment uses this Python's pip")
-        command = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV)]
-        subprocess.run(command, check=True)
+    make = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+    if subprocess.run(make, check=False).returncode:
+        say("no ensurepip here: the environment gets its pip from this Python's")
+        subprocess.run([*make, "--without-pip"], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "pip", "--python", str(python), "install", "pip"], check=True
+        )
     return python
 
 
@@ -61,16 +63,11 @@ def works(python: Path) -> bool:
     return python.exists() and subprocess.run([python, "-c", ""], check=False).returncode == 0
 
 
-def pip(python: Path, *arguments: str, quiet: bool = True) -> None:
-    """Run pip on the environment; raises CalledProcessError after pip has said what is wrong."""
-    own_pip = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False)
-    if own_pip.returncode == 0:
-        command = [str(python), "-m", "pip"]
-    else:
-        command = [sys.executable, "-m", "pip", "--python", str(python)]
-    options = ["-qq"] if quiet else []
+def pip(python: Path, *arguments: str) -> None:
+    """Run pip in the environment; raises CalledProcessError after pip has said what is wrong."""
+    command = [str(python), "-m", "pip", arguments[0], "-qq", *arguments[1:]]
     environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    subprocess.run([*command, arguments[0], *options, *arguments[1:]], check=True, env=environment)
+    subprocess.run(command, check=True, env=environment)
 
 
 def install_torch(python: Path) -> None:
