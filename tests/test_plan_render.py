@@ -44,14 +44,17 @@ def test_a_sweep_fits_eighty_columns():
     assert "…" not in text
 
 
-def test_the_command_prints_tables_and_json(capsys):
+def test_the_command_prints_tables_and_json(capsys, tmp_path):
     plan_command(tokens="1")
     assert "memory-bound" in capsys.readouterr().out
     plan_command(tokens="1,8")
     assert "42.8" in capsys.readouterr().out
-    plan_command(tokens="1,8", as_json=True)
-    plans = json.loads(capsys.readouterr().out)
-    assert [one["ranks"][0]["tokens"] for one in plans] == [1, 8]
+    plan_command(tokens="1,8", json_to="-")
+    text = capsys.readouterr().out
+    assert [one["ranks"][0]["tokens"] for one in json.loads(text)] == [1, 8]
+    plan_command(tokens="1,8", json_to=str(tmp_path / "plans.json"))
+    assert (tmp_path / "plans.json").read_text() == text
+    assert "42.8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

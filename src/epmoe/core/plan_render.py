@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -72,7 +73,10 @@ def plan_command(
         int | None,
         typer.Option(help="Capacity in tokens per rank; as many as there are if left out."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
+    json_to: Annotated[
+        str | None,
+        typer.Option("--json", metavar="[FILE]", help="Write JSON to FILE, or print it (-)."),
+    ] = None,
 ) -> None:
     """How fast can this layer be at all, and what has to travel? Uniform routing, in expectation."""
     sizes = named_shape(shape)
@@ -92,9 +96,12 @@ def plan_command(
         )
         for count in parse_tokens(tokens)
     ]
-    if as_json:
-        typer.echo("[" + ",\n".join(one.to_json() for one in plans) + "]")
+    text = "[" + ",\n".join(one.to_json() for one in plans) + "]\n"
+    if json_to == "-":
+        typer.echo(text, nl=False)
         return
+    if json_to is not None:
+        Path(json_to).write_text(text)
     Console().print(render(plans[0]) if len(plans) == 1 else render_sweep(plans))
 
 
