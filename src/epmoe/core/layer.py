@@ -27,6 +27,7 @@ from epmoe.core.errors import InputError, NotCapturableError
 from epmoe.core.groups import EPGroup
 from epmoe.core.placement import Placement
 from epmoe.core.rounds import plan_rounds
+from epmoe.core.routing import route
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import ExpertWeights
 
@@ -116,6 +117,22 @@ class MoELayer(ABC):
                 for part in rounds.slices()
             ]
             return torch.cat(parts)
+
+    def from_logits(
+        self,
+        x_TH: Tensor,
+        logits_TE: Tensor,
+        bias_E: Tensor | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> Tensor:
+        """Route, then run: logits_TE [T, E] become ids and weights by the shape's router. A stage may fuse the two.
+
+        Args as in `__call__` and `epmoe.core.routing.route`. Collective.
+        """
+        shape = self.spec.shape
+        ids_TK, weights_TK = route(logits_TE, shape.router, shape.topk, bias_E)
+        return self(x_TH, ids_TK, weights_TK, max_tokens=max_tokens)
 
     @abstractmethod
     def forward(

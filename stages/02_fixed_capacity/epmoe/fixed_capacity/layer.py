@@ -44,7 +44,11 @@ class FixedCapacityLayer(SplitLayer):
 
 STAGE = Stage(
     summary="static shapes: one packed all-to-all out, one back, no host sync",
-    capabilities=Capabilities(graph_capturable=True, deterministic=True),
+    capabilities=Capabilities(
+        transports=("single", "gloo", "nccl", "loopback"),
+        graph_capturable=True,
+        deterministic=True,
+    ),
     factory=FixedCapacityLayer,
     options={
         "workspace": "an epmoe.core.workspace.Workspace that several layers share; default: a private one",

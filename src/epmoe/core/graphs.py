@@ -1,0 +1,76 @@
+"""A layer call as a CUDA graph: captured once for one number of tokens, replayed with other tokens and other routing.
+
+    call = GraphedCall(layer, tokens=8)           # collective: warms up, captures
+    y_TH = call(x_TH, ids_TK, weights_TK)         # T <= 8; replays, one launch from the host
+    call.close()                                  # before the layer and the group are closed
+
+A replay reads and writes fixed buffers, so a call copies its arguments in and clones its result out. Fewer tokens than
+captured are padded with rows that name no expert: they are not routed, not counted and not computed.
+"""
+
+import torch
+from torch import Tensor
+
+from epmoe.core.errors import CapacityError, InputError
+from epmoe.core.layer import MoELayer
+
+WARMUP_CALLS = 2  # before a capture, on its stream: libraries allocate and kernels compile outside of the graph
+
+
+class GraphedCall:
+    """One captured size of one layer (or of several in a row, the output of each the input of the next)."""
+
+    def __init__(self, layer: MoELayer, tokens: int, more: tuple[MoELayer, ...] = ()):
+        spec = layer.spec
+        if spec.device.type != "cuda":
+            raise InputError(f"the layer is on {spec.device}: CUDA graphs need a CUDA device")
+        if not 1 <= tokens <= spec.max_tokens_per_rank:
+            raise CapacityError(
+                f"tokens={tokens}: a graph holds 1 to max_tokens_per_rank={spec.max_tokens_per_rank} tokens"
+            )
+        self.layers, self.tokens = (layer, *more), tokens
+        shape, device = spec.shape, spec.device
+        self.x_TH = torch.zeros(tokens, shape.hidden, dtype=spec.dtype, device=device)
+        self.ids_TK = torch.full((tokens, shape.topk), -1, dtype=torch.int32, device=device)
+        self.weights_TK = torch.zeros(tokens, shape.topk, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+        self.y_TH = self._capture(self.graph)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph) -> Tensor:
+        stream = torch.cuda.Stream(self.x_TH.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP_CALLS):
+                self._run()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.layers[0].spec.group.barrier()  # no rank captures while another still compiles
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            return self._run()
+
+    def _run(self) -> Tensor:
+        x_TH = self.x_TH
+        for layer in self.layers:
+            x_TH = layer(x_TH, self.ids_TK, self.weights_TK, max_tokens=self.tokens)
+        return x_TH
+
+    def __call__(self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
+        """Replay with these arguments, T up to `tokens`; the result is a copy. Collective."""
+        if self.graph is None:
+            raise InputError("this graph is closed: capture a new one")
+        count = len(x_TH)
+        if count > self.tokens:
+            raise CapacityError(f"T={count}: the graph was captured for {self.tokens} tokens")
+        self.x_TH[:count] = x_TH
+        self.ids_TK[:count] = topk_ids_TK
+        self.ids_TK[count:] = -1
+        self.weights_TK[:count] = topk_weights_TK
+        self.graph.replay()
+        return self.y_TH[:count].clone()
+
+    def close(self) -> None:
+        """Destroy the graph; a communicator cannot be destroyed while a graph still holds its collectives."""
+        if self.graph is not None:
+            torch.cuda.synchronize()
+            self.graph.reset()
+            self.graph = None
