@@ -71,7 +71,7 @@ class Plan:
     Attributes:
         shape: the layer's sizes, by name: hidden, intermediate, experts, topk, and its `name`.
         ep: number of ranks.
-        dtype: of weights and of rows sent; float8 weights without their scale factors, rows back in bfloat16.
+        dtype: of weights and of rows on the way out; scale factors of float8 weights are not counted.
         placement: kind of expert map.
         exact: True where the routing was a draw, False for the expectation under uniform routing.
         gpu, bandwidth_source: whose figures, and where the streaming bandwidth comes from.
@@ -133,7 +133,7 @@ def plan(
     *,
     placement: Placement | None = None,
     dtype: str = "bfloat16",
-    combine_dtype: str | None = None,
+    combine_dtype: str = "float32",
     capacity: int | None = None,
 ) -> Plan:
     """The limits of one layer call.
@@ -146,7 +146,7 @@ def plan(
         topk_ids: a draw to count exactly: one [T, K] tensor per source rank, or one [sum of T, K] tensor in rank
             order; None for the expectation under uniform routing.
         placement: expert map; None for contiguous.
-        dtype: of weights and rows: bfloat16, float16 or float8 (rows come back in bfloat16).
+        dtype: of weights and of rows on the way out: bfloat16, float16 or float8.
         combine_dtype, capacity: as in `wire_bytes`.
 
     Raises InputError for anything that does not fit together.

@@ -19,7 +19,7 @@ from typing import Literal
 
 from epmoe.core.errors import InputError
 from epmoe.core.gpus import Gpu
-from epmoe.core.plan_wire import item_bytes, return_dtype
+from epmoe.core.plan_wire import item_bytes
 from epmoe.core.shape import MoEShape
 
 
@@ -30,7 +30,7 @@ class Floor:
     Attributes:
         weight_bytes: weights of the active experts, each read once.
         activation_bytes: one row of H in and one out for every token that names an expert here; what lies between
-            the two GEMMs is taken to stay in cache.
+            the two GEMMs is taken to stay in cache, and a row out to be as narrow as a row in (8-bit: bfloat16).
         flop: operations of the assignments (a multiply-add is two).
         bandwidth: bytes/s that the memory terms are divided by.
         peak: operations/s that `flop` is divided by.
@@ -112,7 +112,8 @@ def floor(
             f"assignments={assignments} are fewer than active_experts={active_experts}: "
             "an active expert has at least one"
         )
-    row_bytes = shape.hidden * (item_bytes(dtype) + item_bytes(return_dtype(dtype)))
+    back = "bfloat16" if dtype == "float8" else dtype
+    row_bytes = shape.hidden * (item_bytes(dtype) + item_bytes(back))
     return Floor(
         weight_bytes=active_experts * expert_bytes(shape, dtype),
         activation_bytes=hit_tokens * row_bytes,

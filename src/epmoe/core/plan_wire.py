@@ -5,27 +5,36 @@ What leaves a rank for OTHER ranks is counted; what it keeps is not. One row is 
 | scheme         | rows from s to d                       | dispatch row                                      |
 |----------------|----------------------------------------|---------------------------------------------------|
 | all_gather     | T (the longest rank's, for all)        | hidden, K ids int32, K weights float32            |
-| variable       | one per assignment                     | hidden, one id int32 (weights stay at the source) |
+| variable       | one per assignment                     | hidden, one id int32, one weight float32          |
 | dedup          | one per token that hits d              | hidden, K ids int32, K weights float32            |
 | fixed_capacity | C, always                              | the same and a flag int32, padded to 16 bytes     |
 
 Every row that went out comes back as one row of H values (all_gather: the parts that reduce-scatter adds up), so the
-matrix of combine rows is the transposed matrix of dispatch rows. Counts of a variable exchange (4 bytes a peer) are
-left out. Legend as in `plan_load`; C capacity in tokens per rank.
+matrix of combine rows is the transposed matrix of dispatch rows. They come back in float32, as the stages here send
+them, unless told otherwise. The counts that a variable exchange sends first (8 bytes a peer) are left out.
+
+Legend as in `plan_load`; C capacity in tokens per rank.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from epmoe.core.errors import InputError
+from epmoe.core.packed_rows import RowLayout
 from epmoe.core.plan_load import Load, Matrix
 from epmoe.core.shape import MoEShape
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.float8_e4m3fn,
+}
 ID_BYTES = 4
 WEIGHT_BYTES = 4
 FLAG_BYTES = 4
-ROW_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +81,7 @@ def wire_bytes(
     load: Load,
     *,
     dtype: str = "bfloat16",
-    combine_dtype: str | None = None,
+    combine_dtype: str = "float32",
     capacity: int | None = None,
 ) -> Wire:
     """Bytes of `scheme` for one layer call under `load`.
@@ -82,16 +91,15 @@ def wire_bytes(
         shape: gives H and K.
         load: from `drawn_load` (exact) or `expected_load`.
         dtype: of the hidden states on the way out (float32, bfloat16, float16, float8).
-        combine_dtype: of the rows on the way back; None for bfloat16 after float8, else as `dtype`.
+        combine_dtype: of the rows on the way back.
         capacity: C of fixed_capacity; None for the longest rank's T.
 
     Raises InputError for an unknown scheme or dtype, and for a capacity below T.
     """
     if scheme not in SCHEMES:
         raise InputError(f"no scheme is called {scheme!r}: choose one of {', '.join(SCHEMES)}")
-    back = combine_dtype or return_dtype(dtype)
     row_bytes, row = _dispatch_row(scheme, shape, dtype)
-    back_bytes = shape.hidden * item_bytes(back)
+    back_bytes = shape.hidden * item_bytes(combine_dtype)
     rows_SD = _without_diagonal(SCHEMES[scheme](load, _check_capacity(load, capacity)))
     needed_SD = _without_diagonal(load.hits_SD)
     sent = [sum(row_of_s) for row_of_s in rows_SD]
@@ -102,7 +110,7 @@ def wire_bytes(
         dispatch_row_bytes=row_bytes,
         combine_row_bytes=back_bytes,
         dispatch_row=row,
-        combine_row=f"{shape.hidden} x {back}",
+        combine_row=f"{shape.hidden} x {combine_dtype}",
         dispatch_bytes=tuple(rows * row_bytes for rows in sent),
         combine_bytes=tuple(rows * back_bytes for rows in received),
         dispatch_peak_bytes=most_rows * row_bytes,
@@ -114,27 +122,27 @@ def wire_bytes(
 
 def item_bytes(dtype: str) -> int:
     """Bytes of one value. Raises InputError for an unknown dtype."""
-    if dtype not in ITEM_BYTES:
-        raise InputError(f"dtype {dtype!r} is unknown here: choose one of {', '.join(ITEM_BYTES)}")
-    return ITEM_BYTES[dtype]
+    return _torch_dtype(dtype).itemsize
 
 
-def return_dtype(dtype: str) -> str:
-    """The dtype of rows on the way back when nobody chose one: 8-bit rows come back as bfloat16."""
-    return "bfloat16" if dtype == "float8" else dtype
+def _torch_dtype(dtype: str) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is unknown here: choose one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
 def _dispatch_row(scheme: str, shape: MoEShape, dtype: str) -> tuple[int, str]:
+    """Bytes of one row on the way out, and what it holds."""
     hidden, topk = shape.hidden * item_bytes(dtype), shape.topk
     text = f"{shape.hidden} x {dtype}"
     if scheme == "variable":
-        return hidden + ID_BYTES, f"{text}, id"
-    routing = topk * (ID_BYTES + WEIGHT_BYTES)
+        return hidden + ID_BYTES + WEIGHT_BYTES, f"{text}, id, weight"
+    used = hidden + topk * (ID_BYTES + WEIGHT_BYTES)
+    text = f"{text}, {topk} ids, {topk} weights"
     if scheme != "fixed_capacity":
-        return hidden + routing, f"{text}, {topk} ids, {topk} weights"
-    used = hidden + routing + FLAG_BYTES
-    padded = -(-used // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
-    return padded, f"{text}, {topk} ids, {topk} weights, flag, {padded - used} B of padding"
+        return used, text
+    packed = RowLayout(shape.hidden, topk, _torch_dtype(dtype)).row_bytes
+    return packed, f"{text}, flag, {packed - used - FLAG_BYTES} B of padding"
 
 
 def _full(load: Load, rows: float) -> Matrix:
