@@ -115,7 +115,7 @@ FAULTS = [
     ("numbers", added(f"{QUICK}/b.py", "class Layer2:\n    pass\n"), "Layer2 has a number"),
     ("numbers", added("stages/01_quick/README.md", "as in sta" + "ge 00\n"), "names a stage"),
     ("words", added("README.md", "cd /wo" + "rk/main\n"), "path of a developer's machine"),
-    ("words", added("docs/a.md", "see /ro" + "ot/.config\n"), "path of a developer's machine"),
+    ("words", added("docs/a.md", "see /" + "root/.config\n"), "path of a developer's machine"),
     ("words", added("docs/a.md", "`/ho" + "me/ann/epmoe`\n"), "path of a developer's machine"),
     (
         "words",

@@ -171,7 +171,7 @@ def check_numbers(root: Path) -> list[str]:
                 for name in (path.stem, *classes)
                 if re.search(r"\d", NAMED_DIGITS.sub("", name))
             ]
-    in_prose = re.compile(r"\b[Ss]tages?[ -]\d")
+    in_prose = re.compile(r"\b(?:stages?|Stages?)[ -]\d")
     return problems + _lines_with(root, in_prose, "names a stage by its number")
 
 
