@@ -14,6 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 # what the project imports comes from its own environment, whatever the caller's shell holds
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
+.NOTPARALLEL:
 .PHONY: help setup tour test test-gpu docs docs-serve bench lint format pins clean
 
 help:
