@@ -13,8 +13,9 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
+
+from epmoe.core.machine import available_memory_gib, cores
 
 PYTHON_MINIMUM = (3, 11)
 TORCH_MINIMUM = (2, 11)
@@ -169,9 +170,9 @@ def _nccl() -> Finding:
         return Finding(
             "nccl", None, "not in this torch", "needed with GPUs only: install torch's CUDA build"
         )
-    import torch
+    from torch.cuda import nccl
 
-    built = ".".join(map(str, torch.cuda.nccl.version()))
+    built = ".".join(map(str, nccl.version()))
     loads = gpu_sharing.nccl_version()
     detail = f"built with {built}, ranks load {_dotted(loads)} ({gpu_sharing.nccl_library()})"
     fix = "" if loads else f"check {gpu_sharing.LIBRARY_VARIABLE} and LD_PRELOAD"
@@ -217,21 +218,15 @@ def _vllm() -> Finding:
 
 
 def _memory() -> Finding:
-    pages = Path("/proc/meminfo")
-    if not pages.exists():
-        return Finding(
-            "memory", None, "unknown on this system", f"have {MEMORY_MINIMUM_GIB:.0f} GiB free"
-        )
-    found = re.search(r"MemAvailable:\s+(\d+) kB", pages.read_text())
-    gib = int(found[1]) / 2**20 if found else 0.0
+    gib, need = available_memory_gib(), f"{MEMORY_MINIMUM_GIB:.0f} GiB"
+    if gib is None:
+        return Finding("memory", None, "unknown on this system", f"have {need} free")
     ok = gib >= MEMORY_MINIMUM_GIB
-    fix = "" if ok else f"free memory up to {MEMORY_MINIMUM_GIB:.0f} GiB, or use fewer ranks"
+    fix = "" if ok else f"free memory up to {need}, or use fewer ranks"
     return Finding("memory", ok, f"{gib:.1f} GiB available", fix)
 
 
 def _cores() -> Finding:
-    from epmoe.core.launch import cores
-
     fix = "" if cores() > 1 else "ranks will take turns: works, slowly"
     return Finding("cores", True, f"{cores()} usable", fix)
 

@@ -2,8 +2,8 @@
 
 It reads one JSON object a line on stdin: {"watch": pid}, {"forget": pid}, {"remove": folder},
 {"quit": [command], "env": {...}}, {"end": true}. At "end" or the end of the input, which a SIGKILL of the writer causes
-too, it kills the process groups it still watches, tells started services to quit, and removes the folders. Standard library only: it
-starts in milliseconds.
+too, it kills the process groups it still watches, tells started services to quit, and removes the folders.
+Standard library only: it starts in milliseconds.
 """
 
 import contextlib

@@ -32,6 +32,7 @@ import cloudpickle
 
 from epmoe.core import gpu_sharing
 from epmoe.core.errors import InputError
+from epmoe.core.machine import cores
 from epmoe.core.rank_process import RankProcess
 from epmoe.core.run_end import RunEnd, collect
 from epmoe.core.torchrun import run_under_torchrun, under_torchrun
@@ -198,13 +199,6 @@ class RankPool:
             self._service = " (multi-process service on)"
         else:
             self._service = " (multi-process service did not start: ranks take turns)"
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _pack_call(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bytes:

@@ -95,9 +95,7 @@ def _run(rank: int, group: groups.EPGroup, ranks: int, call: bytes) -> Outcome:
             )  # an error or a hang of queued work belongs to this run
         packed = dump_value(value)
         return Outcome(rank, time.monotonic(), group.operations - before, value=packed)
-    except (
-        BaseException
-    ) as error:  # a test's skip and sys.exit are no Exceptions, and must come home too
+    except BaseException as error:  # sys.exit is no Exception, and must be told too
         return _failure(rank, error, group.operations - before, part)
 
 
@@ -115,10 +113,9 @@ def is_consequence(error: BaseException) -> bool:
     """Whether `error`, or one that it was raised from, only says that a peer has gone."""
     link: BaseException | None = error
     while link is not None:
-        network = isinstance(link, dist.DistNetworkError | dist.DistStoreError)
-        if network or (
-            isinstance(error, RuntimeError | OSError) and _CONSEQUENCE.search(str(error))
-        ):
+        if isinstance(link, dist.DistNetworkError | dist.DistStoreError):
+            return True
+        if isinstance(link, RuntimeError | OSError) and _CONSEQUENCE.search(str(link)):
             return True
         link = link.__cause__
     return False

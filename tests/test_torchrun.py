@@ -1,0 +1,62 @@
+"""The same launch call under torchrun: ranks exist already, results are gathered, failures end everyone."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _torchrun(tmp_path, body):
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(body))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+
+
+def test_launch_runs_on_the_ranks_that_exist_and_gathers_results(tmp_path):
+    done = _torchrun(
+        tmp_path,
+        """
+        import os, torch
+        from epmoe.core.launch import launch
+
+        def fn(group, offset):
+            x = torch.full((1, 2), float(group.rank))
+            out = torch.empty(group.size, 2)
+            group.all_gather(out, x)
+            return group.rank + offset, out[:, 0].tolist()
+
+        first = launch(fn, 10, ranks=2, device="cpu")
+        second = launch(fn, 20, ranks=4, device="cpu")
+        os.write(1, f"{first} {second}\\n".encode())
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    both = "[(10, [0.0, 1.0]), (11, [0.0, 1.0])] [(20, [0.0, 1.0]), (21, [0.0, 1.0])]"
+    assert done.stdout.splitlines() == [both, both]
+    assert done.stderr.count("torchrun's world of 2 is used, not ranks=4") == 1
+
+
+def test_a_rank_that_raises_ends_the_program_with_its_error(tmp_path):
+    done = _torchrun(
+        tmp_path,
+        """
+        from epmoe.core.launch import launch
+
+        def fn(group):
+            if group.rank == 1:
+                raise KeyError("lost")
+            group.barrier()
+
+        launch(fn, ranks=2, device="cpu", timeout=60)
+        """,
+    )
+    assert done.returncode != 0
+    assert "KeyError: 'lost'" in done.stderr
+    assert "raised on rank 1 of 2" in done.stderr
