@@ -25,13 +25,14 @@ class Case:
         shape: sizes of the layer.
         tokens: tokens[call][rank] is T; its width is the number of ranks.
         kind: the routing draw, see `epmoe.core.draws`.
+        ids: ids[call][rank] are the rows of topk_ids, where a draw will not do; weights are drawn all the same.
         dtype, ids_dtype: of activations and weights, and of topk_ids.
         placement: "contiguous", "round_robin" or the owner rank of every expert.
         seed: of weights, tokens and routing.
         capacity: max_tokens_per_rank; None for the most that a call brings.
         overflow: what a call with more does, see `build`; None for the stage's default.
         declared: tell every call how many tokens the fullest rank brings (`max_tokens=`).
-        strided: bring x, ids and weights as views with gaps or transposed, the gaps full of NaN.
+        strided: x, ids, weights and expert weights are views with gaps or transposed, the gaps full of NaN.
         check: the layer's checked mode. It reads ids, which the ledger counts.
         poison: fill fresh memory with NaN during the calls.
         rows: compare at most so many rows of a call, evenly spread; None for all.
@@ -42,6 +43,7 @@ class Case:
     shape: MoEShape
     tokens: tuple[tuple[int, ...], ...]
     kind: str = "uniform"
+    ids: Sequence[Sequence[Sequence[Sequence[int]]]] | None = None
     dtype: torch.dtype = torch.float32
     ids_dtype: torch.dtype = torch.int32
     placement: str | tuple[int, ...] = "contiguous"
@@ -93,6 +95,8 @@ class Case:
         seed = self._seed(call, rank)
         tokens = self.tokens[call][rank]
         ids_TK, weights_TK = draw(self.kind, tokens, self.shape.topk, self.placed(), seed)
+        if self.ids is not None:
+            ids_TK = torch.tensor(self.ids[call][rank], dtype=torch.int64).reshape(ids_TK.shape)
         return ids_TK.to(self.ids_dtype), weights_TK
 
     def tokens_of(self, call: int, rank: int) -> Tensor:
@@ -111,7 +115,8 @@ class Case:
         needed = 0
         for source in range(self.ranks):
             ids_TK = self.routing(call, source)[0]
-            needed += int((owners_E[ids_TK[ids_TK >= 0].long()] == rank).sum())
+            real_N = ids_TK[(ids_TK >= 0) & (ids_TK < self.shape.experts)].long()
+            needed += int((owners_E[real_N] == rank).sum())
         return needed
 
     def _seed(self, call: int, rank: int) -> int:

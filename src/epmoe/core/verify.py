@@ -115,6 +115,8 @@ def build_case(group: EPGroup, case: Case) -> MoELayer:
         raise InputError(f"this case is for {case.ranks} ranks, the group has {group.size}")
     placement, options = case.placed(), dict[str, Any](case.options)
     weights = case.weights_of(placement.experts_of(group.rank)).to(group.device)
+    if case.strided:
+        weights = ExpertWeights(_with_spare_row(weights.w13_E2IH), _with_spare_row(weights.w2_EHI))
     return build(
         case.stage,
         case.shape,
@@ -175,6 +177,13 @@ def _with_gaps(x: Tensor) -> Tensor:
     )
     wide[:, ::2] = x
     return wide[:, ::2]
+
+
+def _with_spare_row(x: Tensor) -> Tensor:
+    """The same matrices, one row further apart than their size, as when they are parts of one packed tensor."""
+    wide = x.new_full((x.shape[0], x.shape[1] + 1, x.shape[2]), float("nan"))
+    wide[:, :-1] = x
+    return wide[:, :-1]
 
 
 def call_once(

@@ -1,0 +1,165 @@
+"""Options and fixtures of the conformance suite; loaded by the repository's conftest and by `entry`."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from epmoe.core import registry
+from epmoe.core.capabilities import Capabilities, Spec
+from epmoe.core.cases import Case
+from epmoe.core.errors import UnsupportedError
+from epmoe.core.launch import RankPool
+from epmoe.core.verify import CaseReport, report, run_case
+
+# tests are imported into other modules; their assertions explain themselves all the same
+pytest.register_assert_rewrite(
+    *(f"{__package__}.{path.stem}" for path in Path(__file__).parent.glob("test_*.py"))
+)
+
+NEEDS_CUDA = "needs a CUDA device: run `make test-gpu` on a machine that has one"
+
+Check = Callable[[Case], list[CaseReport]]
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("epmoe", "the conformance suite of epmoe")
+    group.addoption("--stage", help="only this registered stage (name, bare name or number)")
+    group.addoption("--ranks", type=int, default=4, help="the most ranks to use (4)")
+    group.addoption("--device", default="cpu", help="cpu, cuda or auto (cpu)")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skips with its reason elsewhere")
+
+
+def pytest_generate_tests(metafunc):
+    """A module with STAGE tests that one, any other module all registered ones (or --stage)."""
+    if "stage" in metafunc.fixturenames:
+        fixed = getattr(metafunc.module, "STAGE", None)
+        metafunc.parametrize("stage", [fixed] if fixed else _wanted(metafunc.config))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Every (check, stage) once, and only the stage that was asked for."""
+    seen, kept, dropped = set(), [], []
+    wanted = set(_wanted(config))
+    for item in items:
+        stage = getattr(item, "callspec", None) and item.callspec.params.get("stage")
+        function = getattr(item, "function", None)
+        if stage is None or not function.__module__.startswith(__package__ + "."):
+            kept.append(item)
+            continue
+        key = (function.__module__, item.name)
+        (dropped if key in seen or stage not in wanted else kept).append(item)
+        seen.add(key)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+def _wanted(config) -> list[str]:
+    asked = config.getoption("--stage")
+    return [registry.resolve(asked)] if asked else registry.names()
+
+
+@pytest.fixture(scope="session")
+def pool(request) -> Iterator[RankPool]:
+    """Ranks for the whole session: --ranks of them on --device."""
+    with RankPool(
+        request.config.getoption("--ranks"), request.config.getoption("--device")
+    ) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def gpu_pool(request) -> Iterator[RankPool]:
+    """Ranks on CUDA devices, whatever --device says; several share one where there are too few."""
+    if not torch.cuda.is_available():
+        pytest.skip(NEEDS_CUDA)
+    with RankPool(request.config.getoption("--ranks"), "cuda") as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def capabilities(stage: str) -> Capabilities:
+    """Of the stage under test; skips where it cannot be imported."""
+    try:
+        return registry.load(stage).capabilities
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def run(pool: RankPool, capabilities: Capabilities) -> Callable[..., list[Any]]:
+    """run(program, case, *args): the program on the case's ranks, by rank; skips what the stage does not offer."""
+
+    def run(
+        program: Callable[..., Any], case: Case, *args: Any, timeout: float = 60.0
+    ) -> list[Any]:
+        skip_unless_served(pool, capabilities, case)
+        return pool.run(program, case, *args, ranks=case.ranks, timeout=timeout)
+
+    return run
+
+
+@pytest.fixture
+def gpu_run(gpu_pool: RankPool, capabilities: Capabilities) -> Callable[..., list[Any]]:
+    """As `run`, on the GPU."""
+
+    def run(
+        program: Callable[..., Any], case: Case, *args: Any, timeout: float = 120.0
+    ) -> list[Any]:
+        skip_unless_served(gpu_pool, capabilities, case)
+        return gpu_pool.run(program, case, *args, ranks=case.ranks, timeout=timeout)
+
+    return run
+
+
+@pytest.fixture
+def gpu_check(gpu_run) -> Check:
+    """As `check`, on the GPU."""
+    return lambda case: judged(gpu_run(run_case, case))
+
+
+@pytest.fixture
+def check(run) -> Check:
+    """check(case): values and promises on every rank, and the same collectives on all of them in every call."""
+
+    def check(case: Case) -> list[CaseReport]:
+        return judged(run(run_case, case))
+
+    return check
+
+
+def judged(reports: list[CaseReport]) -> list[CaseReport]:
+    """Fail where a rank is wrong, where ranks communicated differently, or where rows were left out."""
+    assert all(r.right for r in reports), report(reports)
+    for calls in zip(*(r.calls for r in reports), strict=True):
+        lists = [call.ledger["collectives"] for call in calls]
+        assert all(one == lists[0] for one in lists), (
+            f"call {calls[0].call}: collectives by rank {lists}"
+        )
+    for one in reports:
+        for call in one.calls:
+            assert call.ledger["rows_computed"] >= call.rows_needed, (one.rank, call)
+    return reports
+
+
+def skip_unless_served(pool: RankPool, capabilities: Capabilities, case: Case) -> None:
+    """pytest.skip with the reasons where the pool is too small or the stage does not offer what the case needs."""
+    if case.ranks > pool.ranks:
+        pytest.skip(f"needs {case.ranks} ranks, this session has {pool.ranks}: raise --ranks")
+    spec = Spec(
+        dtype=case.dtype,
+        device=pool.choice.device_type,
+        transport=pool.choice.transport if case.ranks > 1 else "single",
+        placement=case.placed().kind,
+        tokens=case.max_tokens_per_rank,
+        topk=case.shape.topk,
+        experts=case.shape.experts,
+    )
+    if reasons := capabilities.reasons_against(spec):
+        pytest.skip(f"not offered: {'; '.join(reasons)}")

@@ -1,0 +1,392 @@
+"""What runs on the ranks, beyond `verify.run_case`: plain functions of a group and a case, that return plain values.
+
+Legend: T tokens, H hidden, K experts per token, E experts.
+"""
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epmoe.core import layer as seam
+from epmoe.core.block import MoEBlock, Router, shared_expert
+from epmoe.core.cases import Case
+from epmoe.core.errors import EpmoeError
+from epmoe.core.groups import EPGroup
+from epmoe.core.layer import MoELayer, build
+from epmoe.core.placement import contiguous
+from epmoe.core.routing import RouterConfig
+from epmoe.core.verify import Row, bring, build_case, call_once, differ, worst_row
+from epmoe.core.weights import ExpertWeights, random_weights
+
+
+def caught(action: Callable[[], object]) -> str:
+    """ "Type: message" of what `action` raises on purpose, "" when it does not."""
+    try:
+        action()
+    except EpmoeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def judge(case: Case, call: int, group: EPGroup, y_TH: Tensor) -> Row | None:
+    """The worst row of one result."""
+    everything = case.weights_of(range(case.shape.experts)).to(torch.float64)
+    return worst_row(case, call, group.rank, y_TH, everything)
+
+
+# ---- numerics
+
+
+def repeats(group: EPGroup, case: Case, times: int) -> dict[str, bool]:
+    """Call 0 of the case again and again: are the bits the same? And in another order, and in two halves?"""
+    layer = build_case(group, case)
+    x_TH, ids_TK, weights_TK = bring(group, case, 0)
+    first_TH = layer(x_TH, ids_TK, weights_TK)
+    again = all(not differ(first_TH, layer(x_TH, ids_TK, weights_TK)) for _ in range(times))
+    order_T = torch.randperm(len(x_TH), generator=torch.Generator().manual_seed(5)).to(group.device)
+    other_TH = layer(x_TH[order_T], ids_TK[order_T], weights_TK[order_T])
+    half = len(x_TH) // 2
+    parts = [layer(x_TH[s], ids_TK[s], weights_TK[s]) for s in (slice(half), slice(half, None))]
+    layer.close()
+    fresh = build_case(group, case)
+    rebuilt_TH = fresh(x_TH, ids_TK, weights_TK)
+    fresh.close()
+    return {
+        "repeated": again,
+        "rebuilt": not differ(first_TH, rebuilt_TH),
+        "permuted": not differ(first_TH[order_T], other_TH),
+        "halved": not differ(first_TH, torch.cat(parts)),
+    }
+
+
+def alternating_sum(group: EPGroup, case: Case) -> float:
+    """Every token names all experts; expert e answers +100 or -100 exactly, with weight 1/K + e/1000.
+
+    Returns the largest error in units of one rounding of the result to the case's dtype.
+    """
+    K = case.shape.topk
+    signs_E = 1 - 2 * (torch.arange(case.shape.experts) % 2)
+    layer = _loud_layer(group, case, 100.0 * signs_E)
+    gates_K = 1 / K + torch.arange(K) / 1000
+    y_TH = _call_loud(group, layer, case, gates_K)
+    wanted = float((gates_K.double() * 100 * signs_E).sum())
+    rounding = abs(wanted) * torch.finfo(case.dtype).eps / 2
+    return float((y_TH.double() - wanted).abs().max()) / rounding
+
+
+def loud_expert(group: EPGroup, case: Case, loudness: float, gate: float) -> list[float]:
+    """Every token names K experts that answer `loudness`, with weight `gate`: smallest and largest result."""
+    layer = _loud_layer(group, case, torch.full((case.shape.experts,), loudness))
+    y_TH = _call_loud(group, layer, case, torch.full((case.shape.topk,), gate))
+    return [float(y_TH.min()), float(y_TH.max())]
+
+
+def _loud_layer(group: EPGroup, case: Case, loudness_E: Tensor) -> MoELayer:
+    """Experts that answer a constant to x = (1, 0, 0, ...): silu(32) * 1 = 32, times loudness / 32."""
+    H, I = case.shape.hidden, case.shape.intermediate
+    placement = case.placed()
+    mine = list(placement.experts_of(group.rank))
+    w13_E2IH = torch.zeros(len(mine), 2 * I, H)
+    w13_E2IH[:, 0, 0], w13_E2IH[:, I, 0] = 32.0, 1.0
+    w2_EHI = torch.zeros(len(mine), H, I)
+    w2_EHI[:, :, 0] = loudness_E[mine, None].float() / 32
+    weights = ExpertWeights(w13_E2IH.to(case.dtype), w2_EHI.to(case.dtype)).to(group.device)
+    C = case.max_tokens_per_rank
+    options = dict[str, Any](case.options)
+    return build(case.stage, case.shape, weights, placement, group, C, **options)
+
+
+def _call_loud(group: EPGroup, layer: MoELayer, case: Case, gates_K: Tensor) -> Tensor:
+    T, K = case.tokens[0][group.rank], case.shape.topk
+    x_TH = torch.zeros(T, case.shape.hidden, dtype=case.dtype, device=group.device)
+    x_TH[:, 0] = 1
+    ids_TK = torch.arange(K, dtype=torch.int32, device=group.device).repeat(T, 1)
+    y_TH = layer(x_TH, ids_TK, gates_K.float().to(group.device).repeat(T, 1))
+    layer.close()
+    return y_TH.cpu()
+
+
+def block(group: EPGroup, case: Case) -> dict[str, float]:
+    """The whole block: the scaling factor and the shared expert, each counted once.
+
+    Returns errors relative to the result: `scaled`: routed part at factor 2.5 against 2.5 times factor 1;
+    `shared_alone`: with an all-zero routed part against the shared expert; `both` against routed plus shared.
+    """
+    shape = case.shape
+    layer = build_case(group, case)
+    x_TH = bring(group, case, 0)[0]
+    shared = random_weights(shape, [0], case.dtype, group.device, seed=99, distinct=False)
+    weight_EH = torch.randn(shape.experts, shape.hidden, generator=torch.Generator().manual_seed(3))
+
+    def out(scale: float, with_shared: bool) -> Tensor:
+        config = RouterConfig(scoring="sigmoid", renormalize=True, scale=scale)
+        router = Router(weight_EH=weight_EH.to(group.device), config=config, topk=shape.topk)
+        return MoEBlock(router, layer, shared if with_shared else None)(x_TH).double()
+
+    only_shared = shared_expert(x_TH, shared).double()
+    results = {
+        "scaled": _apart(out(2.5, False), 2.5 * out(1.0, False)),
+        "scaled_beside_shared": _apart(out(2.5, True) - only_shared, 2.5 * out(1.0, False)),
+        "both": _apart(out(1.0, True), out(1.0, False) + only_shared),
+        "shared_alone": _apart(out(0.0, True), only_shared),
+    }
+    layer.close()
+    return results
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max()) if a.numel() else 0.0
+
+
+# ---- life
+
+
+def interleaved(group: EPGroup, *cases: Case) -> list[Row | None]:
+    """Layers of different sizes alive together, called in turn; the worst row of every call."""
+    layers = [build_case(group, case) for case in cases]
+    rows = []
+    for call in range(len(cases[0].tokens)):
+        for case, layer in zip(cases, layers, strict=True):
+            y_TH, _, problems = call_once(layer, bring(group, case, call))
+            assert not problems, problems
+            rows.append(judge(case, call, group, y_TH))
+    for layer in layers:
+        layer.close()
+    return rows
+
+
+def cycles(group: EPGroup, case: Case, times: int) -> list[tuple[int, int, int]]:
+    """Build, call, close, again and again: open files, process groups and live tensors at a quarter and at the end."""
+    counts = []
+    for i in range(times):
+        layer = build_case(group, case)
+        layer(*bring(group, case, 0))
+        layer.close()
+        del layer
+        if i in (times // 4, times - 1):
+            gc.collect()
+            counts.append((_open_files(), _process_groups(), _live_tensors()))
+    return counts
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+def _process_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+
+
+def _live_tensors() -> int:
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def many_layers(group: EPGroup, case: Case, count: int) -> Row | None:
+    """`count` layers on one group, all alive, as in a model; the worst row of all."""
+    layers = [build_case(group, case) for _ in range(count)]
+    rows = [judge(case, 0, group, layer(*bring(group, case, 0))) for layer in layers]
+    for layer in layers:
+        layer.close()
+    return max((row for row in rows if row), key=lambda row: row.error, default=None)
+
+
+def ends(group: EPGroup, case: Case) -> dict[str, object]:
+    """Warm-up, describe, close twice, then a call."""
+    layer = build_case(group, case)
+    layer.warmup()
+    description = layer.describe()
+    y_TH = layer(*bring(group, case, 0))
+    layer.close()
+    layer.close()
+    after = caught(lambda: layer(*bring(group, case, 0)))
+    return {"describe": description, "row": judge(case, 0, group, y_TH), "after": after}
+
+
+def refused_capture(group: EPGroup, case: Case) -> dict[str, object]:
+    """What a stage that cannot be captured says during a capture, and whether it still works afterwards."""
+    layer = build_case(group, case)
+    truth = seam._capturing
+    seam._capturing = lambda device: True
+    try:
+        said = caught(lambda: layer(*bring(group, case, 0)))
+    finally:
+        seam._capturing = truth
+    row = judge(case, 0, group, layer(*bring(group, case, 0)))
+    layer.close()
+    return {"said": said, "row": row}
+
+
+# ---- failures
+
+
+def mistakes(group: EPGroup, case: Case) -> tuple[dict[str, str], Row | None]:
+    """The last rank brings something wrong, the others do not: what every rank says, by mistake.
+
+    The case must have check=True. Ends with a right call and its worst row.
+    """
+    layer = build_case(group, case)
+    x_TH, ids_TK, weights_TK = bring(group, case, 0)
+    T, E, C = len(x_TH), case.shape.experts, case.max_tokens_per_rank
+    too_many = C + 1
+    bad_id, low_id = ids_TK.clone(), ids_TK.clone()
+    bad_id[0, 0], low_id[0, 0] = E + 5, -2
+    other = torch.float16 if case.dtype is not torch.float16 else torch.float32
+    wrong = {
+        "dtype": (x_TH.to(other), ids_TK, weights_TK),
+        "hidden": (x_TH.new_zeros(T, case.shape.hidden + 1), ids_TK, weights_TK),
+        "topk": (x_TH, ids_TK.repeat(1, 2), weights_TK.repeat(1, 2)),
+        "rows": (x_TH, ids_TK[:-1], weights_TK),
+        "tokens": (
+            x_TH.new_zeros(too_many, case.shape.hidden),
+            ids_TK[:1].repeat(too_many, 1),
+            weights_TK[:1].repeat(too_many, 1),
+        ),
+        "high id": (x_TH, bad_id, weights_TK),
+        "low id": (x_TH, low_id, weights_TK),
+        "ids dtype": (x_TH, ids_TK.to(torch.int16), weights_TK),
+        "weights dtype": (x_TH, ids_TK, weights_TK.to(torch.bfloat16)),
+    }
+    last = group.rank == group.size - 1
+    right = (x_TH, ids_TK, weights_TK)
+    said = {
+        name: caught(lambda arguments=arguments: layer(*(arguments if last else right)))
+        for name, arguments in wrong.items()
+    }
+    row = judge(case, 0, group, layer(*right))
+    layer.close()
+    return said, row
+
+
+def wrong_builds(group: EPGroup, case: Case) -> dict[str, str]:
+    """The last rank builds something else: what every rank says, by mistake."""
+    last = group.rank == group.size - 1
+    wider = case.shape.with_(hidden=case.shape.hidden + 8)
+    wrong = {
+        "capacity": replace(case, capacity=case.max_tokens_per_rank + 1),
+        "dtype": replace(case, dtype=torch.bfloat16),
+        "shape": replace(case, shape=wider),
+        "check": replace(case, check=not case.check),
+        "overflow": replace(case, overflow="rounds"),
+        "option": replace(case, options={"no_such_option": 1}),
+        "placement": replace(case, placement=tuple(case.placed().owners[::-1])),
+    }
+    case = replace(case, overflow="raise")
+    said = {
+        name: caught(lambda other=other: build_case(group, other if last else case))
+        for name, other in wrong.items()
+    }
+    said["weights"] = caught(lambda: _build_with_missing_expert(group, case, last))
+    return said
+
+
+def _build_with_missing_expert(group: EPGroup, case: Case, missing: bool) -> MoELayer:
+    placement = contiguous(case.shape.experts, group.size)
+    mine = placement.experts_of(group.rank)
+    weights = case.weights_of(mine[1:] if missing else mine).to(group.device)
+    return build(case.stage, case.shape, weights, placement, group, case.max_tokens_per_rank)
+
+
+def fails_midway(group: EPGroup, case: Case, how: str) -> None:
+    """The last rank raises or dies between two calls, the others go on calling."""
+    layer = build_case(group, case)
+    for _ in range(3):
+        layer(*bring(group, case, 0))
+    if group.rank == group.size - 1:
+        if how == "dies":
+            os._exit(7)
+        raise ArithmeticError("the last rank gives up")
+    for _ in range(3):
+        layer(*bring(group, case, 0))
+
+
+# ---- CUDA graphs
+
+
+class Graph:
+    """A captured call of C tokens: contents change, addresses do not. Rows past T have id -1 and NaN in x."""
+
+    def __init__(self, layer: MoELayer, tokens: int):
+        spec = layer.spec
+        shape, device = spec.shape, spec.device
+        self.x_TH = torch.zeros(tokens, shape.hidden, dtype=spec.dtype, device=device)
+        self.ids_TK = torch.full((tokens, shape.topk), -1, dtype=torch.int32, device=device)
+        self.weights_TK = torch.zeros(tokens, shape.topk, device=device)
+        self.graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # what compiles or allocates once does it here
+            self._call(layer)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        # NCCL's watchdog thread talks to the driver too: only this thread's calls belong to the capture
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.y_TH = self._call(layer)
+
+    def _call(self, layer: MoELayer) -> Tensor:
+        return layer(self.x_TH, self.ids_TK, self.weights_TK, max_tokens=len(self.x_TH))
+
+    def replay(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        T = len(x_TH)
+        self.x_TH.fill_(float("nan"))[:T] = x_TH
+        self.ids_TK.fill_(-1)[:T] = ids_TK
+        self.weights_TK.fill_(float("nan"))[:T] = weights_TK
+        self.graph.replay()
+        torch.cuda.synchronize(self.x_TH.device)
+        return self.y_TH[:T].clone()
+
+
+def graph_replays(group: EPGroup, case: Case) -> list[Row | None]:
+    """One capture of C tokens, replayed for every call of the case: other contents, other T."""
+    layer = build_case(group, case)
+    graph = Graph(layer, case.max_tokens_per_rank)
+    rows = [
+        judge(case, call, group, graph.replay(*bring(group, case, call)))
+        for call in range(len(case.tokens))
+    ]
+    del graph
+    layer.close()
+    return rows
+
+
+def several_graphs(group: EPGroup, case: Case) -> list[Row | None]:
+    """Graphs of 4 and 8 tokens: replay in turn, delete one, go on, delete all, run eagerly, capture again."""
+    layer = build_case(group, case)
+    arguments = bring(group, case, 0)
+    small, large = Graph(layer, 4), Graph(layer, 8)
+    gc.collect()
+    results = [graph.replay(*arguments) for graph in (small, large, small)]
+    del large
+    gc.collect()
+    results.append(small.replay(*arguments))
+    del small
+    gc.collect()
+    results.append(layer(*arguments))
+    results.append(Graph(layer, 4).replay(*arguments))
+    layer.close()
+    return [judge(case, 0, group, y_TH) for y_TH in results]
+
+
+def real_refused_capture(group: EPGroup, case: Case) -> dict[str, object]:
+    """Capture a stage that cannot be: what it says, and the next eager call on the same stream."""
+    layer = build_case(group, case)
+    said = ""
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    with contextlib.suppress(RuntimeError), capture:  # an abandoned capture may itself complain
+        said = caught(lambda: layer(*bring_to_device(group, case)))
+    row = judge(case, 0, group, layer(*bring(group, case, 0)))
+    layer.close()
+    return {"said": said, "row": row}
+
+
+def bring_to_device(group: EPGroup, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros of the right sizes, made on the device: copies from the host have no place in a capture."""
+    T, H, K = case.max_tokens_per_rank, case.shape.hidden, case.shape.topk
+    x_TH = torch.zeros(T, H, dtype=case.dtype, device=group.device)
+    ids_TK = torch.zeros(T, K, dtype=torch.int32, device=group.device)
+    return x_TH, ids_TK, torch.zeros(T, K, device=group.device)

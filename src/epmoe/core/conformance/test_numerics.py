@@ -1,0 +1,61 @@
+"""Precision, repeatability, factors that must count once."""
+
+import pytest
+import torch
+
+from epmoe.core.cases import Case
+from epmoe.core.conformance import program
+from epmoe.core.shape import MoEShape
+from epmoe.core.verify import tolerance
+
+SMALL = MoEShape(hidden=16, intermediate=24, experts=8, topk=2)
+
+
+def test_8B_same_bits(stage, capabilities, run):
+    """8B: the same call 20 times and on a fresh layer, where the stage declares itself deterministic."""
+    if not capabilities.deterministic:
+        pytest.skip("not offered: the stage does not declare itself deterministic")
+    case = Case(stage=stage, shape=SMALL.with_(topk=4), tokens=((9, 6, 0),), kind="zipf")
+    for found in run(program.repeats, case, 20):
+        assert found["repeated"], found
+        assert found["rebuilt"], found
+
+
+def test_8B_bits_independent_of_the_batch(stage, capabilities, run):
+    """8B: tokens in another order and in two halves, where the stage declares itself batch invariant."""
+    if not capabilities.batch_invariant:
+        pytest.skip("not offered: the stage does not declare itself batch invariant")
+    case = Case(stage=stage, shape=SMALL.with_(topk=4), tokens=((9, 6, 0),), kind="zipf")
+    for found in run(program.repeats, case, 1):
+        assert found["permuted"], found
+        assert found["halved"], found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_6C_sum_over_experts_in_float32(stage, run, ranks):
+    """6C: bf16, K = 8 answers of +100 and -100 that nearly cancel: off by one rounding of the result at most.
+
+    A sum, or weights, in bf16 would be off by more than ten.
+    """
+    shape = MoEShape(hidden=16, intermediate=16, experts=8, topk=8)
+    case = Case(stage=stage, shape=shape, tokens=((3, 5)[:ranks],), dtype=torch.bfloat16)
+    for roundings in run(program.alternating_sum, case):
+        assert roundings <= 1.01
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_6E_large_answer_small_weight(stage, run, ranks):
+    """6E: fp16, an expert answers 1e5, over fp16's 65504; with weight 0.1 the result is 1e4, not infinity."""
+    shape = MoEShape(hidden=16, intermediate=16, experts=4, topk=1)
+    case = Case(stage=stage, shape=shape, tokens=((3, 5)[:ranks],), dtype=torch.float16)
+    for low, high in run(program.loud_expert, case, 102400.0, 0.1):
+        assert abs(low - 10240) <= 10240 * tolerance(torch.float16)
+        assert abs(high - 10240) <= 10240 * tolerance(torch.float16)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_6B_12D_scale_and_shared_expert_count_once(stage, run, ranks):
+    """6B, 12D: factor 2.5 on the routed part alone, and the shared expert once, for any number of ranks."""
+    case = Case(stage=stage, shape=SMALL, tokens=((5, 0, 3, 4)[:ranks],))
+    for found in run(program.block, case):
+        assert max(found.values()) <= 1e-5, found

@@ -1,0 +1,58 @@
+"""Random layers and calls: whatever the sizes, the promise is the same."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from epmoe.core import groups
+from epmoe.core.cases import Case
+from epmoe.core.conformance.plugin import judged, skip_unless_served
+from epmoe.core.draws import KINDS
+from epmoe.core.shape import MoEShape
+from epmoe.core.verify import run_case
+
+
+@st.composite
+def cases(draw, stage: str, ranks: int) -> Case:
+    """Any legal case of `ranks` ranks with small sizes."""
+    experts = draw(st.integers(1, 12))
+    shape = MoEShape(
+        # a narrower layer's answer may be all but zero by chance, which is no yardstick
+        hidden=draw(st.integers(8, 40)),
+        intermediate=draw(st.integers(8, 24)),
+        experts=experts,
+        topk=draw(st.integers(1, experts)),
+    )
+    calls = draw(st.integers(1, 3))
+    owners = st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts).map(tuple)
+    return Case(
+        stage=stage,
+        shape=shape,
+        tokens=tuple(tuple(draw(st.integers(0, 9)) for _ in range(ranks)) for _ in range(calls)),
+        kind=draw(st.sampled_from(KINDS)),
+        placement=draw(st.one_of(st.sampled_from(["contiguous", "round_robin"]), owners)),
+        seed=draw(st.integers(0, 1000)),
+        strided=draw(st.booleans()),
+        declared=draw(st.booleans()),
+    )
+
+
+RULES = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture],
+}
+
+
+@settings(max_examples=40, **RULES)
+@given(data=st.data())
+def test_any_case_on_one_rank(stage, pool, capabilities, data):
+    case = data.draw(cases(stage, ranks=1))
+    skip_unless_served(pool, capabilities, case)
+    judged([run_case(groups.single(pool.choice.device_of(0)), case)])
+
+
+@settings(max_examples=12, **RULES)
+@given(data=st.data())
+def test_any_case_on_three_ranks(stage, check, data):
+    check(data.draw(cases(stage, ranks=3)))
