@@ -48,6 +48,9 @@ def jobs(limit: int) -> dict:
         if which == "gate_up":
             meta |= {"w_ptr": w, "ITEMS": row.items}
             return gemm.gate_up_kernel, meta, warps, stages
+        meta["TMA_ROWS"] = config.tma_rows
+        if config.tma_rows:
+            meta["h_ptr"] = f"tensordesc<bf16[{config.block_m}, {config.block_k}]>"
         meta |= {
             "w_ptr": w,
             "WORDS": row.words,
@@ -71,7 +74,7 @@ def jobs(limit: int) -> dict:
         "gate_up_swap_tma": gemm_job("gate_up", 8, swap_ab=True, tma=True, block_n=64, block_k=64),
         "gate_up_prefill": gemm_job("gate_up", 16384),
         "down_decode": gemm_job("down", 8),
-        "down_prefill_tma": gemm_job("down", 16384, tma=True),
+        "down_prefill_tma": gemm_job("down", 16384, tma=True, tma_rows=True),
         "reduce": (reduce._reduce_kernel, {**place, "BLOCK_H": 512}, 4, 1),
         "merge": (reduce._merge_kernel, {"EP": EP, "H": H, "RING": False, "BLOCK_H": 512}, 4, 1),
     }  # fmt: skip

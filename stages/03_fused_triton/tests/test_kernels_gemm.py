@@ -134,7 +134,8 @@ VARIANTS = {
     "persistent": replace(SMALL, waves=1),
     "persistent-swap-grouped": replace(SMALL, waves=1, swap_ab=True, group_m=2),
     "tma": replace(SMALL, tma=True),
-    "tma-swap": replace(SMALL, tma=True, swap_ab=True),
+    "tma-rows": replace(SMALL, tma=True, tma_rows=True),
+    "tma-swap": replace(SMALL, tma=True, tma_rows=True, swap_ab=True),
     "wide": kn.GemmConfig(32, 64, 32, 2, 4),
 }
 

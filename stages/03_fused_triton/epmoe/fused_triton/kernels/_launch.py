@@ -41,6 +41,7 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, pdl: bool = False, **me
     need(len(grid) <= 3, f"grid {tuple(grid)} has more than 3 axes")
     if 0 in grid:
         return
+    pdl = pdl and not triton.knobs.runtime.interpret  # the interpreter has no such instructions
     extra = {"launch_pdl": True} if pdl else {}
     kernel[tuple(grid)](*args, PDL=pdl, **meta, **extra)
 

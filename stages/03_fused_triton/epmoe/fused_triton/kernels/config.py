@@ -22,6 +22,7 @@ class GemmConfig:
         group_m: row tiles that share a column of weights while it is in L2.
         swap_ab: weights are the left operand, so the tensor core's 64-row side is never empty at tiny M.
         tma: weights come through the tensor memory accelerator (needs 16-byte row strides).
+        tma_rows: so do the activations of `down`, whose rows lie side by side in expert-major order.
         waves: programs per multiprocessor of a persistent grid; 0 starts one program per tile.
         prefetch: blocks of K that a program asks for (into L2) while it waits for its predecessor (PDL only).
     """
@@ -34,6 +35,7 @@ class GemmConfig:
     group_m: int = 1
     swap_ab: bool = False
     tma: bool = False
+    tma_rows: bool = False
     waves: int = 0
     prefetch: int = 0
 
@@ -106,7 +108,7 @@ def fit(config: GemmConfig, limits: DeviceLimits, weight_tiles: int, itemsize: i
             config = replace(config, block_m=config.block_m // 2)
         else:
             config = replace(config, num_stages=1, block_k=16)
-    return config if limits.tma else replace(config, tma=False)
+    return config if limits.tma else replace(config, tma=False, tma_rows=False)
 
 
 def _wish(rows_per_expert: float, itemsize: int) -> tuple[GemmConfig, GemmConfig]:

@@ -41,15 +41,14 @@ def work_item(work, tiles, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def row_tile(row_ptrs, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[rows, BLOCK_K] of the rows at `row_ptrs` [rows] from column k."""
+def row_tile(row_ptrs, live, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[rows, BLOCK_K] of the rows at `row_ptrs` [rows] from column k; rows that are not `live` cost no traffic."""
     offs_k = k + tl.arange(0, BLOCK_K)
     ptrs = row_ptrs[:, None] + offs_k[None, :]
-    if WIDTH % BLOCK_K == 0:
-        tile = tl.load(ptrs)
-    else:
-        tile = tl.load(ptrs, mask=offs_k[None, :] < WIDTH, other=0.0)
-    return tile
+    mask = live[:, None]
+    if WIDTH % BLOCK_K != 0:
+        mask = mask & (offs_k[None, :] < WIDTH)
+    return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -64,7 +63,12 @@ def weight_tile(
         offs_n = tl.arange(0, BLOCK_N)
         if ROWS % BLOCK_N != 0:
             offs_n = tl.minimum(offs_n, left - 1)
-        tile = row_tile(w_ptr + row * WIDTH + offs_n * WIDTH, k, WIDTH, BLOCK_K)
+        offs_k = k + tl.arange(0, BLOCK_K)
+        ptrs = w_ptr + row * WIDTH + offs_n[:, None] * WIDTH + offs_k[None, :]
+        if WIDTH % BLOCK_K == 0:
+            tile = tl.load(ptrs)
+        else:
+            tile = tl.load(ptrs, mask=offs_k[None, :] < WIDTH, other=0.0)
     return tile
 
 
@@ -126,7 +130,7 @@ def gate_up_kernel(
             gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = gate
         for k in tl.range(0, H, BLOCK_K):
-            x = row_tile(x_rows, k, H, BLOCK_K)
+            x = row_tile(x_rows, offs_m < end, k, H, BLOCK_K)
             w_gate = weight_tile(w_ptr, gate_row, k, I, H, BLOCK_N, BLOCK_K, TMA, left)
             w_up = weight_tile(w_ptr, gate_row + I, k, I, H, BLOCK_N, BLOCK_K, TMA, left)
             gate = multiply(x, w_gate, gate, SWAP)
@@ -144,7 +148,7 @@ def down_kernel(
     h_ptr, w_ptr, plain_w_ptr, weights_ptr, rows_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, WEIGHT_WORD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, BYTES: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, BYTES: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """rows [N, H] by slot. Toy, tile 0 on rank 0: rows[0] and rows[6], each 0.75 * (h @ w2 of expert 0)."""
     NUM_N: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
@@ -161,14 +165,19 @@ def down_kernel(
         tile, n = work_item(work, tiles, NUM_N, GROUP_M)
         w_row = tl.load(tiles_ptr + tile * 4).to(tl.int64) * H + n * BLOCK_N
         end = tl.load(tiles_ptr + tile * 4 + 2)
-        offs_m = tl.load(tiles_ptr + tile * 4 + 1) + tl.arange(0, BLOCK_M)
-        h_rows = h_ptr + tl.minimum(offs_m, end - 1).to(tl.int64) * I
+        start = tl.load(tiles_ptr + tile * 4 + 1)
+        offs_m = start + tl.arange(0, BLOCK_M)
+        if not TMA_ROWS:
+            h_rows = h_ptr + offs_m.to(tl.int64) * I
         if SWAP:
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         else:
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in tl.range(0, I, BLOCK_K):
-            h = row_tile(h_rows, k, I, BLOCK_K)
+            if TMA_ROWS:
+                h = h_ptr.load([start, k])
+            else:
+                h = row_tile(h_rows, offs_m < end, k, I, BLOCK_K)
             w = weight_tile(w_ptr, w_row, k, H, I, BLOCK_N, BLOCK_K, TMA, H - n * BLOCK_N)
             acc = multiply(h, w, acc, SWAP)
         if SWAP:
@@ -194,13 +203,13 @@ def _programs(
     return min(items, config.waves * multiprocessors(tiles.offsets.device))
 
 
-def _weights(w: Tensor, config: GemmConfig) -> Tensor | TensorDescriptor:
-    """The weights as [rows, width], through a tensor descriptor where the config asks for one and the shape allows it."""
+def _matrix(w: Tensor, block: int, config: GemmConfig, tma: bool) -> Tensor | TensorDescriptor:
+    """A tensor as [rows, width]; through a tensor descriptor where the config asks for one and the shape allows it."""
     flat = w.view(-1, w.shape[-1])
     aligned = flat.stride(0) * w.itemsize % 16 == 0 and flat.data_ptr() % 16 == 0
-    if not (config.tma and aligned and flat.shape[0]):
+    if not (tma and aligned):
         return flat
-    return TensorDescriptor.from_tensor(flat, [config.block_n, config.block_k])
+    return TensorDescriptor.from_tensor(flat, [block, config.block_k])
 
 
 def gate_up(
@@ -225,7 +234,7 @@ def gate_up(
     need_shape("h", h_NI, (slots, double // 2))
     if experts == 0 or slots == 0:
         return
-    w = _weights(w13_E2IH, config)
+    w = _matrix(w13_E2IH, config.block_n, config, config.tma)
     columns = -(-double // 2 // config.block_n)
     launch(
         gate_up_kernel, (_programs(tiles, experts, columns, ranks, config),),
@@ -258,14 +267,15 @@ def down(
     need(hidden == layout.hidden, f"w2 has H={hidden}, the rows have H={layout.hidden}")
     if experts == 0 or slots == 0:
         return
-    w = _weights(w2_EHI, config)
+    w = _matrix(w2_EHI, config.block_n, config, config.tma)
+    h = _matrix(h_NI, config.block_m, config, config.tma_rows)
     columns = -(-hidden // config.block_n)
     lines = min(config.prefetch * config.block_k, inner) * w2_EHI.itemsize // 128 if pdl else 0
     launch(
         down_kernel, (_programs(tiles, experts, columns, ranks, config),),
-        h_NI, w, w2_EHI, rows.floats, out_NH, tiles.sorted_slots, tiles.tiles, tiles.num_tiles,
+        h, w, w2_EHI, rows.floats, out_NH, tiles.sorted_slots, tiles.tiles, tiles.num_tiles,
         H=hidden, I=inner, K=layout.topk, WORDS=layout.words, WEIGHT_WORD=layout.weight_word,
-        BYTES=w2_EHI.itemsize, LINES=1 << lines.bit_length() >> 1, **_meta(config, w), pdl=pdl,
+        TMA_ROWS=isinstance(h, TensorDescriptor), BYTES=w2_EHI.itemsize, LINES=1 << lines.bit_length() >> 1, **_meta(config, w), pdl=pdl,
     )  # fmt: skip
 
 
