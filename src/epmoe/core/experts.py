@@ -21,6 +21,7 @@ class LoopExperts:
     def __init__(self, weights: ExpertWeights):
         self.weights = weights
 
+    # --8<-- [start:loop]
     def __call__(self, rows: Rows) -> Tensor:
         """See `Experts`. Rows without a slot are never read."""
         order_N, counts = self._sort_by_slot(rows.slots_RJ)
@@ -42,12 +43,15 @@ class LoopExperts:
         counts.index_add_(0, flat_N + 1, torch.ones_like(flat_N))
         return order_N, counts.tolist()  # host sync: block lengths
 
+    # --8<-- [end:loop]
+
     def _expert(self, slot: int, x_MH: Tensor) -> Tensor:
         """f(x) of one expert in float32: fp16's 65504 must not be met before the routing weight."""
         h_MI = swiglu(x_MH @ self.weights.w13_E2IH[slot].T)
         return matmul_float32(h_MI, self.weights.w2_EHI[slot].T)
 
 
+# --8<-- [start:weigh]
 def weigh_and_sum(f_NH: Tensor, rows: Rows) -> Tensor:
     """y_RH float32: apply the routing weights and add the J places of each row, first to last.
 
@@ -58,3 +62,6 @@ def weigh_and_sum(f_NH: Tensor, rows: Rows) -> Tensor:
     f_RJH = f_NH.view(*rows.slots_RJ.shape, f_NH.shape[1])
     weighted_RJH = f_RJH * weights_RJ[:, :, None]
     return sum_in_order(weighted_RJH.unbind(dim=1))
+
+
+# --8<-- [end:weigh]

@@ -71,9 +71,11 @@ class SplitLayer(MoELayer, Generic[State]):
     def forward(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
     ) -> Tensor:
+        # --8<-- [start:forward]
         rows, state = self.exchange.dispatch(x_TH, topk_ids_TK, topk_weights_TK, capacity)
         y_RH = self.experts(rows)
         return self.exchange.combine(y_RH, state)
+        # --8<-- [end:forward]
 
     def close(self) -> None:
         if not self.closed:

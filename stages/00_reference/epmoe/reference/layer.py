@@ -49,12 +49,15 @@ class AllGather:
 
     # --8<-- [end:dispatch]
 
+    # --8<-- [start:slots]
     def _my_slots(self, ids_RK: Tensor) -> Tensor:
         """Global ids -> slots of this rank, -1 for everything that is not ours (or names no expert)."""
         real_RK = (ids_RK >= 0) & (ids_RK < len(self.owner_E))
         safe_RK = torch.where(real_RK, ids_RK, 0).long()
         mine_RK = real_RK & (self.owner_E[safe_RK] == self.group.rank)
         return torch.where(mine_RK, self.slot_E[safe_RK], -1)
+
+    # --8<-- [end:slots]
 
     # --8<-- [start:combine]
     def combine(self, y_RH: Tensor, state: Tensor) -> Tensor:

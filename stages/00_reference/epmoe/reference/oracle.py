@@ -28,6 +28,7 @@ class Answer:
     terms_T: Tensor
 
 
+# --8<-- [start:oracle]
 def oracle(
     x_TH: Tensor,
     topk_ids_TK: Tensor,
@@ -60,8 +61,15 @@ def oracle(
     return Answer(y_TH, terms_T)
 
 
+# --8<-- [end:oracle]
+
+
+# --8<-- [start:expert]
 def expert_output(x_H: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
     """w2 @ (silu(gate @ x) * (up @ x)) of one token, in x's dtype."""
     gate_IH, up_IH = weights.w13_E2IH[expert].to(x_H.dtype).chunk(2)
     gate_I, up_I = gate_IH @ x_H, up_IH @ x_H
     return weights.w2_EHI[expert].to(x_H.dtype) @ (gate_I * torch.sigmoid(gate_I) * up_I)
+
+
+# --8<-- [end:expert]

@@ -72,6 +72,7 @@ class FixedCapacity:
 
     # --8<-- [end:pack]
 
+    # --8<-- [start:slots]
     def _slots_on_every_rank(self, ids_TK: Tensor) -> Tensor:
         """slots_DTK int32: the place of each named expert on rank d, -1 where d does not own it."""
         real_TK = (ids_TK >= 0) & (ids_TK < len(self.owner_E))
@@ -79,6 +80,9 @@ class FixedCapacity:
         on_rank_DTK = real_TK & (self.owner_E[safe_TK] == self.ranks_D11)
         return torch.where(on_rank_DTK, self.slot_E[safe_TK], -1)
 
+    # --8<-- [end:slots]
+
+    # --8<-- [start:unpack]
     def _unpack(self, recv_RB: Tensor) -> Rows:
         """Views of the received rows; only the slots are new, with those of padding rows taken out."""
         valid_R1 = self.layout.valid(recv_RB)[:, None] == 1
@@ -87,6 +91,8 @@ class FixedCapacity:
             slots_RJ=torch.where(valid_R1, self.layout.slots(recv_RB), -1),
             weights_RJ=self.layout.weights(recv_RB),
         )
+
+    # --8<-- [end:unpack]
 
     # --8<-- [start:combine]
     def combine(self, y_RH: Tensor, state: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from epmoe.core.weights import ExpertWeights
 BLOCK = 16
 
 
+# --8<-- [start:sort]
 def sort_by_slot(slots_RJ: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Expert-major order of the assignments, and where each expert begins.
 
@@ -42,6 +43,9 @@ def sort_by_slot(slots_RJ: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     sorted_N, order_N = key_N.sort(stable=True)
     borders = torch.arange(experts + 1, device=slots_RJ.device, dtype=sorted_N.dtype)
     return order_N, torch.searchsorted(sorted_N, borders).to(torch.int32)
+
+
+# --8<-- [end:sort]
 
 
 class StaticExperts:
@@ -64,6 +68,7 @@ class StaticExperts:
         compute = self._grouped if self.product == "grouped_mm" else self._in_blocks
         return weigh_and_sum(compute(rows, order_N, offsets), rows)
 
+    # --8<-- [start:grouped]
     def _grouped(self, rows: Rows, order_N: Tensor, offsets: Tensor) -> Tensor:
         """f_NH bfloat16: all experts in two launches. What lies behind the last offset is not computed."""
         x_NH = rows.x_RH[order_N // rows.slots_RJ.shape[1]]
@@ -76,6 +81,9 @@ class StaticExperts:
         f_NH[order_N] = torch.where(real_N1, y_NH, 0)
         return f_NH
 
+    # --8<-- [end:grouped]
+
+    # --8<-- [start:blocks]
     def _in_blocks(self, rows: Rows, order_N: Tensor, offsets: Tensor) -> Tensor:
         """f_NH float32: block after block, a static number of them."""
         expert_B, place_BM = block_map(offsets, len(order_N))
@@ -96,7 +104,10 @@ class StaticExperts:
         w2_HI = self.weights.w2_EHI.index_select(0, expert_1)[0]
         return matmul_float32(swiglu(x_MH @ w13_2IH.T), w2_HI.T)
 
+    # --8<-- [end:blocks]
 
+
+# --8<-- [start:block_map]
 def block_map(offsets: Tensor, assignments: int) -> tuple[Tensor, Tensor]:
     """The bounded list of blocks: each has one expert and BLOCK places in the sorted order.
 
@@ -118,6 +129,9 @@ def block_map(offsets: Tensor, assignments: int) -> tuple[Tensor, Tensor]:
     row_BM = nth_B[:, None] * BLOCK + torch.arange(BLOCK, device=offsets.device)
     place_BM = offsets[expert_B].long()[:, None] + row_BM
     return expert_B.to(torch.int32), torch.where(row_BM < counts[expert_B][:, None], place_BM, -1)
+
+
+# --8<-- [end:block_map]
 
 
 def _choose(weights: ExpertWeights, product: str) -> str:
