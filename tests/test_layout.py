@@ -122,6 +122,7 @@ FAULTS = [
         added("Makefile", "pip install -i https://pypi" + ".org/simple\n"),
         "registry's host",
     ),
+    ("words", added("docs/a.md", "as CASES" + ".md says\n"), "a paper that is not here"),
     ("words", added(f"{PLAIN}/c.py", "# TO" + "DO: later\n"), "something to do"),
 ]
 

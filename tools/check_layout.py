@@ -176,7 +176,7 @@ def check_numbers(root: Path) -> list[str]:
 
 
 def check_words(root: Path) -> list[str]:
-    """No paths of a developer's machine, no hosts of package registries, nothing left to do."""
+    """No paths of a developer's machine, no hosts of registries, no papers that are not here, nothing left to do."""
     # put together from parts, so that this file does not hold them
     folders = ["work", "root", "home/[a-z]+", "opt/" + "pypi", "opt/" + "wheels", "Users/[a-z]+"]
     hosts = [
@@ -187,9 +187,11 @@ def check_words(root: Path) -> list[str]:
         "registry" + r"\.npm",
         "deb" + r"\.debian",
     ]
+    papers = ["CASES", "SYSTEMS", "PERFORMANCE", "CONVENTIONS", "ARCHITECTURE", "STYLE"]
     patterns = {
         "names a path of a developer's machine": rf"(?<![\w.}}$/-])/(?:{'|'.join(folders)})(?:/|\b)",
         "names a registry's host": "|".join(hosts),
+        "names a paper that is not here": rf"\b(?:{'|'.join(papers)})\.m" + r"d\b",
         "leaves something to do": r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b",
     }
     return [
