@@ -18,7 +18,7 @@ Operators are seen through torch's dispatch mode, reads through its function mod
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -89,10 +89,17 @@ def record_launch(name: str) -> None:
         book.launches[name] += 1
 
 
-def record_rows(computed: int) -> None:
-    """Called by experts: `computed` rows went through an expert, padding included."""
+def record_rows(computed: int | Callable[[], int]) -> None:
+    """Called by experts: `computed` rows went through an expert, padding included.
+
+    Where only the device knows, give a function that reads it: it is called when somebody records, off the books.
+    """
+    if not _open_books:
+        return
+    with paused():
+        rows = computed if isinstance(computed, int) else computed()
     for book in _open_books:
-        book.rows_computed += computed
+        book.rows_computed += rows
 
 
 @contextmanager

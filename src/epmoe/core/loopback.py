@@ -1,15 +1,15 @@
 """One GPU plays rank r of EP ranks: the same kernels on the same bytes, each exchange replaced by one local copy.
 
-For measuring one rank's exact share where there is only one GPU; always labelled "loopback". What the other ranks would
-have sent is recorded before: every peer's tokens go through the layer's own packing, and their rows for rank r are kept.
+For measuring one rank's exact share where there is only one GPU; always labelled "loopback". What the other ranks
+would have sent is recorded before: every peer's tokens go through the layer's own packing, and the rows for rank r stay.
 
     group = LoopbackGroup(rank=0, size=4, device=torch.device("cuda"))
     layer = build("03", ..., group, C)
     group.record_peers(layer, [(x_TH, ids_TK, weights_TK) for each of the 4 ranks])
     y_TH = layer(x_TH, ids_TK, weights_TK)          # rank 0's own tokens again
 
-What comes back is checkable: nobody else computes, so row t of y is the sum over all EP sources of what RANK R owes THEIR
-token t. `local_share` gives the ids that the oracle needs for that.
+What comes back is checkable: nobody else computes, so row t of y is the sum over all EP sources of what rank r owes
+their token t. `local_share` gives the ids that the oracle needs for that.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ class LoopbackGroup(EPGroup):
 
 
 def local_share(ids_TK: Tensor, owner_E: Tensor, rank: int) -> Tensor:
-    """ids with everything that `rank` does not own replaced by -1: what a loopback layer computes of a source's token."""
+    """ids, with -1 for all that `rank` does not own: what a loopback layer computes of a source's token."""
     real_TK = (ids_TK >= 0) & (ids_TK < len(owner_E))
     mine_TK = real_TK & (owner_E[torch.where(real_TK, ids_TK, 0).long()] == rank)
     return torch.where(mine_TK, ids_TK, -1)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from epmoe.core import ledger
 from epmoe.fused_triton.kernels._checks import need
 
 
@@ -43,7 +44,9 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, pdl: bool = False, **me
         return
     pdl = pdl and not triton.knobs.runtime.interpret  # the interpreter has no such instructions
     extra = {"launch_pdl": True} if pdl else {}
-    kernel[tuple(grid)](*args, PDL=pdl, **meta, **extra)
+    ledger.record_launch(kernel.fn.__name__.strip("_").removesuffix("_kernel"))
+    with ledger.paused():  # what the interpreter does inside is one launch
+        kernel[tuple(grid)](*args, PDL=pdl, **meta, **extra)
 
 
 @cache

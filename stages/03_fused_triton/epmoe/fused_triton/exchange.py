@@ -1,0 +1,115 @@
+"""The exchange of the stage before, with one kernel on each side of each all-to-all.
+
+Legend: T tokens here, C capacity, EP ranks, R = EP * C rows, H hidden, K experts per token, E experts, B row bytes.
+"""
+
+import torch
+from torch import Tensor
+
+from epmoe.core.layer import LayerSpec
+from epmoe.core.packed_rows import RowLayout
+from epmoe.core.split import Rows
+from epmoe.core.workspace import Workspace
+from epmoe.fused_triton import kernels, twins
+
+
+class FusedExchange:
+    """Pack in one kernel (routing on the way, if asked), merge in one kernel; two all-to-alls as before."""
+
+    def __init__(self, spec: LayerSpec, workspace: Workspace, fusions: frozenset[str], pdl: bool):
+        self.group, self.workspace, self.fusions, self.pdl = spec.group, workspace, fusions, pdl
+        self.layout = RowLayout(spec.shape.hidden, spec.shape.topk, spec.dtype)
+        self.rule = _rule(spec)
+        self.ring = bool(spec.options.get("ring"))
+        self.owner_E = spec.placement.owner_table(spec.device)
+        self.slot_E = spec.placement.slot_table(spec.device)
+        self.capacity = spec.max_tokens_per_rank
+        self._buffers(self.capacity)  # made now, outside of any graph capture
+
+    def _buffers(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        """send, recv [EP, C, B] uint8 and home [EP, C, H] float32: the first rows of the full-capacity buffers."""
+        ranks, device = self.group.size, self.group.device
+        full, row = ranks * self.capacity, self.layout.row_bytes
+        send = self.workspace.buffer("send", (full, row), torch.uint8, device)
+        recv = self.workspace.buffer("recv", (full, row), torch.uint8, device)
+        home = self.workspace.buffer("home", (full, self.layout.hidden), torch.float32, device)
+        send, recv, home = (
+            b[: ranks * capacity].unflatten(0, (ranks, capacity)) for b in (send, recv, home)
+        )
+        return send, recv, home
+
+    # --8<-- [start:dispatch]
+    def dispatch(
+        self,
+        x_TH: Tensor,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        capacity: int,
+        logits: tuple[Tensor, Tensor | None] | None = None,
+    ) -> tuple[Rows, Tensor]:
+        """Pack and exchange. The state that leads home is x itself: its length and dtype.
+
+        With `logits` (logits_TE and the bias or None) the pack kernel chooses the experts of each token itself, and
+        writes them to topk_ids_TK and topk_weights_TK.
+        """
+        self.workspace.enter(x_TH.device)
+        send_DCB, recv_SCB, _ = self._buffers(capacity)
+        routing = (topk_ids_TK.contiguous(), topk_weights_TK.contiguous())
+        if "pack" in self.fusions:
+            self._pack(send_DCB, x_TH, *routing, *(logits or (None, None)))
+        else:
+            twins.pack(self, send_DCB, x_TH, *routing)
+        self.group.all_to_all(recv_SCB, send_DCB)
+        recv_RB = recv_SCB.flatten(0, 1)
+        rows = Rows(  # views: the kernels read the packed rows in place
+            x_RH=self.layout.x(recv_RB),
+            slots_RJ=self.layout.slots(recv_RB),
+            weights_RJ=self.layout.weights(recv_RB),
+        )
+        return rows, x_TH
+
+    # --8<-- [end:dispatch]
+
+    def _pack(
+        self,
+        send_DCB: Tensor,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        logits_TE: Tensor | None,
+        bias_E: Tensor | None,
+    ) -> None:
+        x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
+        kernels.route_and_pack(
+            x_TH, self.owner_E, self.slot_E, send_DCB, ids_TK, weights_TK,
+            logits_TE=logits_TE, bias_E=bias_E, rule=self.rule, pdl=self.pdl,
+        )  # fmt: skip
+
+    # --8<-- [start:combine]
+    def combine(self, y_RH: Tensor, state: Tensor) -> Tensor:
+        """One float32 sum per (token, rank) comes home; one kernel adds ranks in ascending order."""
+        _, _, home_DCH = self._buffers(len(y_RH) // self.group.size)
+        self.group.all_to_all(home_DCH, y_RH.view_as(home_DCH))
+        y_TH = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+        if "merge" in self.fusions:
+            kernels.merge_ranks(home_DCH, y_TH, ring=self.ring, pdl=self.pdl)
+        else:
+            twins.merge_ranks(home_DCH, y_TH, ring=self.ring)
+        self.workspace.leave(state.device)
+        return y_TH
+
+    # --8<-- [end:combine]
+
+    def close(self) -> None:
+        """The workspace may be shared; its maker clears it."""
+
+
+def _rule(spec: LayerSpec) -> kernels.RouterRule:
+    router = spec.shape.router
+    return kernels.RouterRule(
+        sigmoid=router.scoring == "sigmoid",
+        renormalize=router.renormalize,
+        groups=router.groups,
+        topk_groups=router.topk_groups,
+        scale=router.scale,
+    )
