@@ -17,22 +17,13 @@ from epmoe.core.errors import InputError
 from epmoe.core.launch import RankPool, launch
 
 RANKS = 3
-SECONDS = (
-    10.0  # what "in seconds" means on a slow machine; every limit given to the runs is far above
-)
+SECONDS = 20.0  # what "in seconds" means on a busy machine
 
 
 @pytest.fixture(scope="module")
 def pool():
     with RankPool(RANKS, device="cpu") as pool:
         yield pool
-
-
-@pytest.fixture
-def quick():
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < SECONDS
 
 
 def _pid(group):
@@ -59,7 +50,7 @@ def test_tensors_travel_both_ways(pool):
     assert all(torch.equal(y, x + rank) for rank, y in enumerate(got))
 
 
-def test_launch_starts_and_ends_its_own_ranks(quick):
+def test_launch_starts_and_ends_its_own_ranks():
     assert launch(_echo, 5, ranks=2, device="cpu", b=1) == [(0, 2, 6), (1, 2, 6)]
 
 
@@ -214,3 +205,21 @@ def test_the_ranks_see_the_parents_path(monkeypatch, tmp_path):
         return found_by_path.VALUE
 
     assert launch(fn, ranks=1, device="cpu") == [7]
+
+
+def test_a_script_that_forgets_to_close_leaves_nothing(tmp_path):
+    script = _script(
+        tmp_path,
+        """
+        import os
+        from epmoe.core.launch import RankPool
+
+        pool = RankPool(2, device="cpu")
+        print(*pool.run(lambda group: os.getpid()), pool._guardian.pid, pool._folder, flush=True)
+        """,
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    *pids, folder = done.stdout.split()
+    assert (done.returncode, done.stderr, len(pids)) == (0, "", 3)
+    assert not any(_alive(pid) for pid in pids)
+    assert not Path(folder).exists()

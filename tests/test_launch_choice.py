@@ -106,6 +106,7 @@ def test_the_choice_and_its_reason(ranks, asked, devices, nccl, chosen, reason):
     assert places + " shared" * choice.shared == chosen or choice.ranks == 1
     assert choice.transport == chosen.split()[0]
     assert choice.reason == reason
+    assert choice.fallback is ("instead" in reason)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def service(monkeypatch, tmp_path):
         textwrap.dedent("""\
             #!/bin/sh
             up=$CUDA_MPS_PIPE_DIRECTORY/up
-            if [ "$1" = "-d" ]; then touch "$up"; exit 0; fi
+            if [ "$1" = "-d" ]; then echo "${CUDA_VISIBLE_DEVICES-all}" > "$up"; exit 0; fi
             read order
             [ -e "$up" ] || exit 1
             if [ "$order" = quit ]; then rm "$up"; touch "$CUDA_MPS_LOG_DIRECTORY/../quit"; fi
@@ -174,13 +175,15 @@ def service(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_the_service_is_started_seen_and_told_to_quit_by_the_guardian(service):
+def test_the_service_is_started_seen_and_told_to_quit_by_the_guardian(service, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     folder = service / "pool"
     folder.mkdir()
     directories = gpu_sharing.service_directories(folder)
     assert gpu_sharing.service_available()
     assert not gpu_sharing.service_running(os.environ | directories)
     assert gpu_sharing.start_service(directories)
+    assert (folder / "service" / "up").read_text() == "all\n"  # else clients select devices twice
     assert gpu_sharing.service_running(os.environ | directories)
     _guard({"quit": [gpu_sharing.SERVICE], "env": directories})
     assert (folder / "quit").exists()

@@ -60,3 +60,21 @@ def test_a_rank_that_raises_ends_the_program_with_its_error(tmp_path):
     assert done.returncode != 0
     assert "KeyError: 'lost'" in done.stderr
     assert "raised on rank 1 of 2" in done.stderr
+
+
+def test_a_hang_ends_by_its_limit_with_the_stack(tmp_path):
+    done = _torchrun(
+        tmp_path,
+        """
+        import time
+        from epmoe.core.launch import launch
+
+        def loses_itself(group):
+            if group.rank == 1:
+                time.sleep(100)
+
+        launch(loses_itself, ranks=2, device="cpu", timeout=3)
+        """,
+    )
+    assert done.returncode != 0
+    assert "in loses_itself" in done.stderr

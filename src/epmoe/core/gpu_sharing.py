@@ -81,7 +81,8 @@ def loaded_nccl() -> str | None:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return None
-    return next((line.split()[-1] for line in lines if "libnccl.so" in line.split()[-1]), None)
+    paths = (line.split(maxsplit=5)[-1] for line in lines if "libnccl.so" in line)
+    return next(paths, None)
 
 
 def _bundled_nccl() -> str | None:
@@ -140,6 +141,8 @@ def start_service(directories: Mapping[str, str], timeout: float = 10.0) -> bool
     Whoever starts it must send it "quit": it is a daemon, and outlives its parent.
     """
     environment = {**os.environ, **directories}
+    # The daemon renumbers the devices that it sees, and its clients would then select among those once more.
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
     quiet = (
         subprocess.DEVNULL
     )  # a pipe would stay open in the daemon, and this call would wait for it

@@ -223,19 +223,19 @@ def init(
     """
     if not 0 <= rank < size:
         raise InputError(f"rank {rank} of {size}: give 0 to {size - 1}")
+    where = pgs.resolve_device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
     if size == 1:
-        return single(device)
+        return single(where)
     if dist.is_initialized():
         raise InputError(
             "torch.distributed is initialised already: use groups.join(process_group, device)"
         )
-    where = pgs.resolve_device(device)
-    if where.type == "cuda":
-        # No device_id: it would make NCCL split the parent for every subgroup, which needs ranks outside of it.
-        torch.cuda.set_device(where)
     limit = timedelta(seconds=timeout)
     store = pgs.rendezvous(os.fspath(rendezvous), rank, size, limit)
     backend = "gloo" if where.type == "cpu" else "cpu:gloo,cuda:nccl"
+    # No device_id: it would make NCCL split the parent for every subgroup, which needs ranks outside of it.
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     name, world = ("gloo" if where.type == "cpu" else "nccl"), dist.group.WORLD
     return EPGroup(rank, size, where, name, world, world, owns_process_group=True, store=store)

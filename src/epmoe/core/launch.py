@@ -15,6 +15,7 @@ import contextlib
 import importlib.machinery
 import itertools
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -38,6 +39,7 @@ from epmoe.core.run_end import RunEnd, collect
 from epmoe.core.torchrun import run_under_torchrun, under_torchrun
 from epmoe.core.transport import choose_here
 
+_log = logging.getLogger(__name__)
 _CLOSE_PATIENCE = 5.0  # seconds a sound rank gets to close its group
 
 
@@ -98,6 +100,7 @@ class RankPool:
         self._environment = {**os.environ, **gpu_sharing.preload(os.environ)}
         if self.choice.shared:
             self._share_gpu()
+        _log.log(logging.WARNING if self.choice.fallback else logging.INFO, self.describe())
         self._start()
 
     def describe(self) -> str:

@@ -11,7 +11,7 @@ Never a silent fallback.
 | device="cuda" or NCCL   | impossible                                  | UnsupportedError with the fix   |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,11 @@ from epmoe.core.errors import InputError, UnsupportedError
 
 @dataclass(frozen=True)
 class Choice:
-    """What `ranks` ranks of this host use. `devices` counts the GPUs in use; `reason` is one sentence."""
+    """What `ranks` ranks of this host use.
+
+    `devices` counts the GPUs in use; `reason` is one sentence; `fallback`: GPUs are here, nobody asked for the CPU,
+    and yet it is the CPU.
+    """
 
     ranks: int
     transport: str
@@ -29,6 +33,7 @@ class Choice:
     devices: int
     shared: bool
     reason: str
+    fallback: bool = False
 
     def device_of(self, local_rank: int) -> str:
         """The torch device of one rank; ranks go round the GPUs."""
@@ -91,7 +96,9 @@ def choose_transport(
         raise UnsupportedError(
             f"{_count(ranks)} on {cuda_devices} CUDA device(s): {why}. To fix it: {fix}"
         )
-    return _on_cpu(ranks, world, why if cuda_devices == 0 else f"{why}, so gloo on cpu instead")
+    if cuda_devices == 0:
+        return _on_cpu(ranks, world, why)
+    return replace(_on_cpu(ranks, world, f"{why}, so gloo on cpu instead"), fallback=True)
 
 
 def choose_here(
