@@ -110,6 +110,7 @@ FAULTS = [
     ("imports", added("src/epmoe/core/a.py", "import epmoe.quick\n"), "imports the stage quick"),
     ("lengths", added(f"{PLAIN}/long.py", "x = 1\n" * 301), "301 lines"),
     ("lengths", added("tests/test_long.py", "x = 1\n" * 301), "301 lines"),
+    ("lengths", added("stages/01_quick/walkthrough.py", "x = 1\n" * 301), "301 lines"),
     ("lengths", added(f"{PLAIN}/kernels.py", kernel(61)), "my_kernel has 61 lines"),
     ("numbers", added("src/epmoe/core/stage02.py"), "stage02 has a number"),
     ("numbers", added(f"{QUICK}/b.py", "class Layer2:\n    pass\n"), "Layer2 has a number"),
@@ -159,6 +160,7 @@ def test_every_rule_has_a_fault():
         (f"{PLAIN}/fp8_bf16.py", "class Glm4Weights:\n    pass\n"),
         (f"{PLAIN}/kernels.py", kernel(60)),
         (f"{PLAIN}/long.py", "x = 1\n" * 300),
+        ("stages/01_quick/walkthrough.py", "# %% [markdown]\n# words\n" * 200),
         (
             f"{PLAIN}/own.py",
             "from epmoe.plain import layer\nfrom . import layer\nimport epmoe.core\n",
