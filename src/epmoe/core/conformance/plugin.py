@@ -14,9 +14,11 @@ from epmoe.core.errors import UnsupportedError
 from epmoe.core.launch import RankPool
 from epmoe.core.verify import CaseReport, report, run_case
 
+_SUITE = "epmoe.core.conformance."
+
 # tests are imported into other modules; their assertions explain themselves all the same
 pytest.register_assert_rewrite(
-    *(f"{__package__}.{path.stem}" for path in Path(__file__).parent.glob("test_*.py"))
+    *(f"{_SUITE}{path.stem}" for path in Path(__file__).parent.glob("test_*.py"))
 )
 
 NEEDS_CUDA = "needs a CUDA device: run `make test-gpu` on a machine that has one"
@@ -49,7 +51,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         stage = getattr(item, "callspec", None) and item.callspec.params.get("stage")
         function = getattr(item, "function", None)
-        if stage is None or not function.__module__.startswith(__package__ + "."):
+        if stage is None or not function.__module__.startswith(_SUITE):
             kept.append(item)
             continue
         key = (function.__module__, item.name)

@@ -3,11 +3,9 @@
 Legend: T tokens, H hidden, K experts per token, E experts.
 """
 
-import contextlib
 import gc
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from epmoe.core.cases import Case
 from epmoe.core.errors import EpmoeError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import MoELayer, build
-from epmoe.core.placement import contiguous
 from epmoe.core.routing import RouterConfig
 from epmoe.core.verify import Row, bring, build_case, call_once, differ, worst_row
 from epmoe.core.weights import ExpertWeights, random_weights
@@ -221,172 +218,3 @@ def refused_capture(group: EPGroup, case: Case) -> dict[str, object]:
     row = judge(case, 0, group, layer(*bring(group, case, 0)))
     layer.close()
     return {"said": said, "row": row}
-
-
-# ---- failures
-
-
-def mistakes(group: EPGroup, case: Case) -> tuple[dict[str, str], Row | None]:
-    """The last rank brings something wrong, the others do not: what every rank says, by mistake.
-
-    The case must have check=True. Ends with a right call and its worst row.
-    """
-    layer = build_case(group, case)
-    x_TH, ids_TK, weights_TK = bring(group, case, 0)
-    T, E, C = len(x_TH), case.shape.experts, case.max_tokens_per_rank
-    too_many = C + 1
-    bad_id, low_id = ids_TK.clone(), ids_TK.clone()
-    bad_id[0, 0], low_id[0, 0] = E + 5, -2
-    other = torch.float16 if case.dtype is not torch.float16 else torch.float32
-    wrong = {
-        "dtype": (x_TH.to(other), ids_TK, weights_TK),
-        "hidden": (x_TH.new_zeros(T, case.shape.hidden + 1), ids_TK, weights_TK),
-        "topk": (x_TH, ids_TK.repeat(1, 2), weights_TK.repeat(1, 2)),
-        "rows": (x_TH, ids_TK[:-1], weights_TK),
-        "tokens": (
-            x_TH.new_zeros(too_many, case.shape.hidden),
-            ids_TK[:1].repeat(too_many, 1),
-            weights_TK[:1].repeat(too_many, 1),
-        ),
-        "high id": (x_TH, bad_id, weights_TK),
-        "low id": (x_TH, low_id, weights_TK),
-        "ids dtype": (x_TH, ids_TK.to(torch.int16), weights_TK),
-        "weights dtype": (x_TH, ids_TK, weights_TK.to(torch.bfloat16)),
-    }
-    last = group.rank == group.size - 1
-    right = (x_TH, ids_TK, weights_TK)
-    said = {
-        name: caught(lambda arguments=arguments: layer(*(arguments if last else right)))
-        for name, arguments in wrong.items()
-    }
-    row = judge(case, 0, group, layer(*right))
-    layer.close()
-    return said, row
-
-
-def wrong_builds(group: EPGroup, case: Case) -> dict[str, str]:
-    """The last rank builds something else: what every rank says, by mistake."""
-    last = group.rank == group.size - 1
-    wider = case.shape.with_(hidden=case.shape.hidden + 8)
-    wrong = {
-        "capacity": replace(case, capacity=case.max_tokens_per_rank + 1),
-        "dtype": replace(case, dtype=torch.bfloat16),
-        "shape": replace(case, shape=wider),
-        "check": replace(case, check=not case.check),
-        "overflow": replace(case, overflow="rounds"),
-        "option": replace(case, options={"no_such_option": 1}),
-        "placement": replace(case, placement=tuple(case.placed().owners[::-1])),
-    }
-    case = replace(case, overflow="raise")
-    said = {
-        name: caught(lambda other=other: build_case(group, other if last else case))
-        for name, other in wrong.items()
-    }
-    said["weights"] = caught(lambda: _build_with_missing_expert(group, case, last))
-    return said
-
-
-def _build_with_missing_expert(group: EPGroup, case: Case, missing: bool) -> MoELayer:
-    placement = contiguous(case.shape.experts, group.size)
-    mine = placement.experts_of(group.rank)
-    weights = case.weights_of(mine[1:] if missing else mine).to(group.device)
-    return build(case.stage, case.shape, weights, placement, group, case.max_tokens_per_rank)
-
-
-def fails_midway(group: EPGroup, case: Case, how: str) -> None:
-    """The last rank raises or dies between two calls, the others go on calling."""
-    layer = build_case(group, case)
-    for _ in range(3):
-        layer(*bring(group, case, 0))
-    if group.rank == group.size - 1:
-        if how == "dies":
-            os._exit(7)
-        raise ArithmeticError("the last rank gives up")
-    for _ in range(3):
-        layer(*bring(group, case, 0))
-
-
-# ---- CUDA graphs
-
-
-class Graph:
-    """A captured call of C tokens: contents change, addresses do not. Rows past T have id -1 and NaN in x."""
-
-    def __init__(self, layer: MoELayer, tokens: int):
-        spec = layer.spec
-        shape, device = spec.shape, spec.device
-        self.x_TH = torch.zeros(tokens, shape.hidden, dtype=spec.dtype, device=device)
-        self.ids_TK = torch.full((tokens, shape.topk), -1, dtype=torch.int32, device=device)
-        self.weights_TK = torch.zeros(tokens, shape.topk, device=device)
-        self.graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # what compiles or allocates once does it here
-            self._call(layer)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        # NCCL's watchdog thread talks to the driver too: only this thread's calls belong to the capture
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.y_TH = self._call(layer)
-
-    def _call(self, layer: MoELayer) -> Tensor:
-        return layer(self.x_TH, self.ids_TK, self.weights_TK, max_tokens=len(self.x_TH))
-
-    def replay(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        T = len(x_TH)
-        self.x_TH.fill_(float("nan"))[:T] = x_TH
-        self.ids_TK.fill_(-1)[:T] = ids_TK
-        self.weights_TK.fill_(float("nan"))[:T] = weights_TK
-        self.graph.replay()
-        torch.cuda.synchronize(self.x_TH.device)
-        return self.y_TH[:T].clone()
-
-
-def graph_replays(group: EPGroup, case: Case) -> list[Row | None]:
-    """One capture of C tokens, replayed for every call of the case: other contents, other T."""
-    layer = build_case(group, case)
-    graph = Graph(layer, case.max_tokens_per_rank)
-    rows = [
-        judge(case, call, group, graph.replay(*bring(group, case, call)))
-        for call in range(len(case.tokens))
-    ]
-    del graph
-    layer.close()
-    return rows
-
-
-def several_graphs(group: EPGroup, case: Case) -> list[Row | None]:
-    """Graphs of 4 and 8 tokens: replay in turn, delete one, go on, delete all, run eagerly, capture again."""
-    layer = build_case(group, case)
-    arguments = bring(group, case, 0)
-    small, large = Graph(layer, 4), Graph(layer, 8)
-    gc.collect()
-    results = [graph.replay(*arguments) for graph in (small, large, small)]
-    del large
-    gc.collect()
-    results.append(small.replay(*arguments))
-    del small
-    gc.collect()
-    results.append(layer(*arguments))
-    results.append(Graph(layer, 4).replay(*arguments))
-    layer.close()
-    return [judge(case, 0, group, y_TH) for y_TH in results]
-
-
-def real_refused_capture(group: EPGroup, case: Case) -> dict[str, object]:
-    """Capture a stage that cannot be: what it says, and the next eager call on the same stream."""
-    layer = build_case(group, case)
-    said = ""
-    capture = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
-    with contextlib.suppress(RuntimeError), capture:  # an abandoned capture may itself complain
-        said = caught(lambda: layer(*bring_to_device(group, case)))
-    row = judge(case, 0, group, layer(*bring(group, case, 0)))
-    layer.close()
-    return {"said": said, "row": row}
-
-
-def bring_to_device(group: EPGroup, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros of the right sizes, made on the device: copies from the host have no place in a capture."""
-    T, H, K = case.max_tokens_per_rank, case.shape.hidden, case.shape.topk
-    x_TH = torch.zeros(T, H, dtype=case.dtype, device=group.device)
-    ids_TK = torch.zeros(T, K, dtype=torch.int32, device=group.device)
-    return x_TH, ids_TK, torch.zeros(T, K, device=group.device)

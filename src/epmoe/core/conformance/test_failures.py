@@ -5,7 +5,7 @@ import time
 import pytest
 
 from epmoe.core.cases import Case
-from epmoe.core.conformance import program
+from epmoe.core.conformance import failure_program
 from epmoe.core.errors import RankFailedError
 from epmoe.core.shape import MoEShape
 
@@ -28,7 +28,7 @@ CALLS = {
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_10C_wrong_call(stage, run, ranks):
     case = Case(stage=stage, shape=SMALL, tokens=((4,) * ranks,), check=True, overflow="raise")
-    results = run(program.mistakes, case)
+    results = run(failure_program.mistakes, case)
     for name, words in CALLS.items():
         texts = {said[name] for said, _ in results}
         assert len(texts) == 1, (name, texts)
@@ -53,7 +53,7 @@ BUILDS = {
 
 def test_10C_wrong_build(stage, run):
     case = Case(stage=stage, shape=SMALL, tokens=((4, 4),))
-    results = run(program.wrong_builds, case)
+    results = run(failure_program.wrong_builds, case)
     for name, words in BUILDS.items():
         texts = {said[name] for said in results}
         assert len(texts) == 1, (name, texts)
@@ -66,7 +66,7 @@ def test_10C_rank_raises(stage, run, check):
     case = Case(stage=stage, shape=SMALL, tokens=((4, 4),))
     started = time.monotonic()
     with pytest.raises(ArithmeticError, match="the last rank gives up"):
-        run(program.fails_midway, case, "raises")
+        run(failure_program.fails_midway, case, "raises")
     assert time.monotonic() - started < 20
     check(case)
 
@@ -75,6 +75,6 @@ def test_10C_rank_dies(stage, run, check):
     case = Case(stage=stage, shape=SMALL, tokens=((4, 4),))
     started = time.monotonic()
     with pytest.raises(RankFailedError, match="rank 1"):
-        run(program.fails_midway, case, "dies")
+        run(failure_program.fails_midway, case, "dies")
     assert time.monotonic() - started < 20
     check(case)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from epmoe.core.cases import Case
-from epmoe.core.conformance import program
+from epmoe.core.conformance import graph_program
 from epmoe.core.shape import MoEShape
 
 USUAL = MoEShape(hidden=64, intermediate=96, experts=8, topk=2)
@@ -26,7 +26,7 @@ def test_7C_replays_with_other_routing(stage, gpu_run, capabilities, ranks, dtyp
     tokens = (*calls, (0,) * ranks, (8,) * ranks)
     for kind in ("uniform", "one_rank", "masked"):
         case = Case(stage=stage, shape=USUAL, tokens=tokens, kind=kind, dtype=dtype, capacity=8)
-        for rows in gpu_run(program.graph_replays, case):
+        for rows in gpu_run(graph_program.graph_replays, case):
             assert all(row is None or row.right for row in rows), rows
 
 
@@ -36,7 +36,7 @@ def test_7B_several_graphs(stage, gpu_run, capabilities, ranks):
     """7B: graphs of two sizes, one deleted, then the other, then eager, then captured again."""
     _offered(capabilities)
     case = Case(stage=stage, shape=USUAL, tokens=((3, 0, 4, 1)[:ranks],), capacity=8)
-    for rows in gpu_run(program.several_graphs, case):
+    for rows in gpu_run(graph_program.several_graphs, case):
         assert all(row is None or row.right for row in rows), rows
 
 
@@ -46,6 +46,6 @@ def test_7D_real_capture_refused(stage, gpu_run, capabilities):
     if capabilities.graph_capturable:
         pytest.skip("the stage can be captured: see the other checks here")
     case = Case(stage=stage, shape=USUAL, tokens=((3, 2),))
-    for found in gpu_run(program.real_refused_capture, case):
+    for found in gpu_run(graph_program.real_refused_capture, case):
         assert found["said"].startswith("NotCapturableError"), found
         assert found["row"].right, found["row"]
