@@ -143,7 +143,7 @@ def check_imports(root: Path) -> list[str]:
 
 
 def check_lengths(root: Path) -> list[str]:
-    """Files stay within 300 lines (the prose of a walkthrough not counted), kernels within 60 (nor their docstrings)."""
+    """Files stay within 300 lines (prose of walkthroughs not counted), kernels within 60 (nor their docstrings)."""
     problems = []
     for path in python_files(root):
         text = path.read_text()
