@@ -13,7 +13,7 @@ from epmoe.core.rank_worker import Outcome
 
 # After the first failure the other ranks get this long to end by themselves, so that they can be kept, and so that a
 # rank which only noticed a closed connection is not blamed before the one that closed it. Seconds.
-GRACE = 1.0
+GRACE = 2.0
 GRACE_AFTER_CONSEQUENCE = 3.0
 _STACK_WAIT = 1.0
 
