@@ -1,0 +1,96 @@
+"""Named tensors of a safetensors checkpoint, one file or many, read by memory map one at a time."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from epmoe.core.errors import InputError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# what safetensors headers call the dtypes that hold plain weights; all others are packed or quantised
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class TensorFiles:
+    """The tensors of the checkpoint folder `path`; use as a context manager, which closes the files.
+
+    Opening reads only headers. `read` maps the file and touches the pages of the asked tensor alone.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+        self._file_of = self._locate()
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._file_of)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype a tensor is stored in; InputError for a quantised one."""
+        stored = self._slice(name).get_dtype()
+        if stored not in DTYPES:
+            raise InputError(
+                f"tensor {name} is stored as {stored}, a quantised format: only {', '.join(DTYPES)} are read, "
+                "so give a checkpoint that is not quantised"
+            )
+        return DTYPES[stored]
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name` as stored, on the CPU; InputError if missing, quantised, or not of `shape`."""
+        self.dtype(name)
+        found = tuple(self._slice(name).get_shape())
+        if found != shape:
+            raise InputError(f"tensor {name} has shape {found}, but config.json asks for {shape}")
+        return self._handle(name).get_tensor(name)
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(name).get_slice(name)
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise InputError(
+                f"tensor {name} is missing from {self.path}: the checkpoint is not complete"
+            )
+        return self._file(self._file_of[name])
+
+    def _file(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                handle = self._stack.enter_context(
+                    safe_open(self.path / file, framework="pt", device="cpu")
+                )
+            except FileNotFoundError:
+                raise InputError(f"{INDEX} names {file}, which is not in {self.path}") from None
+            except SafetensorError as error:
+                raise InputError(
+                    f"{self.path / file} is no whole safetensors file: {error}"
+                ) from error
+            self._open[file] = handle
+        return self._open[file]
+
+    def _locate(self) -> dict[str, str]:
+        if (self.path / INDEX).is_file():
+            return dict(json.loads((self.path / INDEX).read_text())["weight_map"])
+        if (self.path / SINGLE).is_file():
+            return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        raise InputError(
+            f"{self.path} holds neither {SINGLE} nor {INDEX}: only safetensors checkpoints are read"
+        )

@@ -1,0 +1,263 @@
+"""Real input: one MoE layer, and the activations that enter it, from a checkpoint in the published layout.
+
+A rank reads only the experts that it owns: the files are memory-mapped and each expert is a tensor of its own.
+
+    info = inspect("models/tiny-glm-moe")
+    weights = load_layer(info.path, info.moe_layers[0], experts=[0, 1])
+    x_TH = hidden_states(info.path, info.moe_layers[0], "def main():", max_tokens=8)
+
+Legend: T tokens, H hidden, I intermediate, E experts, n experts asked for.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epmoe.core.checkpoint_families import Family, family_of
+from epmoe.core.checkpoint_files import TensorFiles
+from epmoe.core.errors import InputError
+from epmoe.core.routing import RouterConfig
+from epmoe.core.shape import MoEShape
+from epmoe.core.weights import ExpertWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """What a checkpoint folder holds.
+
+    Attributes:
+        path: the folder.
+        architecture: the class name in config.json, such as "Glm4MoeForCausalLM".
+        shape: sizes of its MoE layers (all alike), `shape.layers` of them.
+        router: how its logits become ids and weights; the same object as shape.router.
+        moe_layers: indices of the layers that are MoE, ascending.
+        dtype: what the experts are stored in.
+    """
+
+    path: Path
+    architecture: str
+    shape: MoEShape
+    router: RouterConfig
+    moe_layers: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """Weights of one MoE layer.
+
+    Attributes:
+        experts: w13 [n, 2I, H] (gate rows first, then up) and w2 [n, H, I], in the order asked for.
+        router_EH: [E, H] float32, logits = x @ router_EH.T.
+        correction_bias_E: [E] float32, steers the choice of experts only; None for softmax routers.
+        shared: the shared expert as an ExpertWeights of one expert, None for none.
+    """
+
+    experts: ExpertWeights
+    router_EH: Tensor
+    correction_bias_E: Tensor | None
+    shared: ExpertWeights | None
+
+
+def inspect(path: str | Path) -> CheckpointInfo:
+    """Read config.json and the tensor headers of the checkpoint folder `path`; loads no weights.
+
+    Raises:
+        InputError: no checkpoint there, an architecture that is not supported, quantised weights, experts packed
+            into one tensor, no MoE layer.
+    """
+    folder = Path(path)
+    architecture, config = _read_config(folder)
+    family = family_of(architecture)
+    shape, layers = family.shape(config), family.moe_layers(config)
+    if not layers:
+        raise InputError(f"{folder} has no MoE layer: its config makes every layer dense")
+    with TensorFiles(folder) as files:
+        _refuse_packed(files, family, layers[0])
+        dtype = files.dtype(f"{family.stem(layers[0])}.experts.0.{family.down}.weight")
+    return CheckpointInfo(
+        path=folder,
+        architecture=architecture,
+        shape=shape,
+        router=shape.router,
+        moe_layers=layers,
+        dtype=dtype,
+    )
+
+
+def load_layer(
+    path: str | Path,
+    layer: int,
+    experts: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> LayerWeights:
+    """Load one MoE layer, and of its experts only those asked for.
+
+    Args:
+        path: the checkpoint folder.
+        layer: index of the layer in the model; it must be one of `inspect(path).moe_layers`.
+        experts: global expert ids, in the wanted order (repeats allowed, for replicas); None for all E.
+        dtype: of the experts and the shared expert; None keeps what is stored. Router and bias are float32 always:
+            a router rounded to 16 bits chooses other experts.
+        device: where the result lives.
+
+    Raises:
+        InputError: as `inspect`; no such MoE layer; an expert id outside [0, E); a tensor that is missing or whose
+            shape does not fit the config.
+    """
+    info = inspect(path)
+    family, shape = family_of(info.architecture), info.shape
+    stem = _moe_stem(info, family, layer)
+    wanted = _checked_experts(experts, shape.experts)
+    dtype = dtype or info.dtype
+    with TensorFiles(info.path) as files:
+        names = [f"{stem}.experts.{e}" for e in wanted]
+        routed = _read_experts(files, names, family, shape.hidden, shape.intermediate, dtype)
+        router_EH = files.read(f"{stem}.gate.weight", (shape.experts, shape.hidden))
+        bias_E = _read_bias(files, stem, family, shape.experts)
+        shared = _read_shared(files, stem, family, shape, dtype)
+    return LayerWeights(
+        experts=routed.to(device),
+        router_EH=router_EH.to(device, torch.float32),
+        correction_bias_E=None if bias_E is None else bias_E.to(device, torch.float32),
+        shared=None if shared is None else shared.to(device),
+    )
+
+
+def hidden_states(path: str | Path, layer: int, text: str, max_tokens: int = 1024) -> Tensor:
+    """The activations that enter the MoE block of `layer` when the model reads `text`.
+
+    Runs the transformers model in float32 on the CPU up to that block and stops there.
+
+    Returns:
+        x_TH [T, H] float32, T = min(tokens of text, max_tokens).
+
+    Raises:
+        InputError: as `load_layer`; a text without tokens; max_tokens below 1 or above the model's positions.
+    """
+    info = inspect(path)
+    _moe_stem(info, family_of(info.architecture), layer)
+    from transformers import AutoModelForCausalLM
+
+    ids_1T = _token_ids(info.path, text, max_tokens)
+    model = AutoModelForCausalLM.from_pretrained(info.path, dtype=torch.float32).eval()
+    seen: list[Tensor] = []
+
+    def stop(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0].detach())
+        raise _ReachedLayer
+
+    handle = model.model.layers[layer].mlp.register_forward_pre_hook(stop)
+    try:
+        with torch.no_grad():
+            model(input_ids=ids_1T, use_cache=False)
+    except _ReachedLayer:
+        pass
+    finally:
+        handle.remove()
+    return seen[0].reshape(-1, info.shape.hidden).clone()
+
+
+class _ReachedLayer(Exception):
+    """Ends a forward pass: what comes after the asked layer is not needed."""
+
+
+def _token_ids(path: Path, text: str, max_tokens: int) -> Tensor:
+    from transformers import AutoConfig, AutoTokenizer
+
+    limit = AutoConfig.from_pretrained(path).max_position_embeddings
+    if not 1 <= max_tokens <= limit:
+        raise InputError(
+            f"max_tokens={max_tokens}: must be between 1 and the model's {limit} positions"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} holds no tokenizer that transformers can load: {error}"
+        ) from error
+    ids = tokenizer(text)["input_ids"][:max_tokens]
+    if not ids:
+        raise InputError("text gives no tokens: pass at least one character")
+    return torch.tensor([ids])
+
+
+def _read_config(folder: Path) -> tuple[str, Any]:
+    """(architecture, transformers config); refuses what cannot be read before transformers looks at it."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise InputError(f"{file} does not exist: give the folder of a Hugging Face checkpoint")
+    raw = json.loads(file.read_text())
+    architecture = (raw.get("architectures") or ["none named"])[0]
+    family_of(architecture)
+    quantisation = raw.get("quantization_config") or raw.get("compression_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown method")
+        raise InputError(
+            f"{folder} is quantised ({method}): only float weights are read, give the bf16 checkpoint"
+        )
+    from transformers import AutoConfig
+
+    return architecture, AutoConfig.from_pretrained(folder)
+
+
+def _refuse_packed(files: TensorFiles, family: Family, layer: int) -> None:
+    packed = f"{family.stem(layer)}.experts."
+    found = [n for n in files.names() if n.startswith(packed) and not n[len(packed)].isdigit()]
+    if found:
+        raise InputError(
+            f"tensor {found[0]} packs all experts into one: only the published layout (one tensor per expert and "
+            "projection) is read; save_pretrained(save_original_format=True) of transformers 5 writes it"
+        )
+
+
+def _moe_stem(info: CheckpointInfo, family: Family, layer: int) -> str:
+    if layer not in info.moe_layers:
+        known = ", ".join(map(str, info.moe_layers))
+        raise InputError(f"layer {layer} of {info.path} is no MoE layer: choose one of {known}")
+    return family.stem(layer)
+
+
+def _checked_experts(experts: Sequence[int] | None, count: int) -> list[int]:
+    wanted = list(range(count)) if experts is None else [int(e) for e in experts]
+    wrong = [e for e in wanted if not 0 <= e < count]
+    if wrong:
+        raise InputError(f"expert {wrong[0]} does not exist: ids go from 0 to {count - 1}")
+    return wanted
+
+
+def _read_experts(
+    files: TensorFiles,
+    names: list[str],
+    family: Family,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+) -> ExpertWeights:
+    w13_n2IH = torch.empty(len(names), 2 * inner, hidden, dtype=dtype)
+    w2_nHI = torch.empty(len(names), hidden, inner, dtype=dtype)
+    for slot, name in enumerate(names):
+        # by declared name, never by shape: with H = 2I or H = I a shape says nothing
+        w13_n2IH[slot, :inner] = files.read(f"{name}.{family.gate}.weight", (inner, hidden))
+        w13_n2IH[slot, inner:] = files.read(f"{name}.{family.up}.weight", (inner, hidden))
+        w2_nHI[slot] = files.read(f"{name}.{family.down}.weight", (hidden, inner))
+    return ExpertWeights(w13_n2IH, w2_nHI)
+
+
+def _read_bias(files: TensorFiles, stem: str, family: Family, experts: int) -> Tensor | None:
+    return files.read(f"{stem}.gate.e_score_correction_bias", (experts,)) if family.biased else None
+
+
+def _read_shared(
+    files: TensorFiles, stem: str, family: Family, shape: MoEShape, dtype: torch.dtype
+) -> ExpertWeights | None:
+    if family.shared is None or not shape.shared_intermediate:
+        return None
+    names = [f"{stem}.{family.shared}"]
+    return _read_experts(files, names, family, shape.hidden, shape.shared_intermediate, dtype)

@@ -1,0 +1,142 @@
+"""What epmoe.core.checkpoints refuses, and that the message names what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.checkpoint_makers import save_model
+from transformers import LlamaConfig
+
+from epmoe.core.checkpoints import hidden_states, inspect, load_layer
+from epmoe.core.errors import InputError
+
+
+@pytest.fixture
+def glm_copy(tmp_path) -> Path:
+    """A GLM checkpoint in one file, which a test may spoil."""
+    save_model("glm4_moe", tmp_path / "glm")
+    return tmp_path / "glm"
+
+
+def change_config(folder: Path, **values) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def change_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("layer", "known"), [(0, "1, 2"), (3, "1, 2"), (-1, "1, 2")])
+def test_a_layer_that_is_not_moe_is_refused_with_the_list(glm_copy, layer, known):
+    with pytest.raises(InputError, match=f"layer {layer} .* choose one of {known}"):
+        load_layer(glm_copy, layer)
+
+
+@pytest.mark.parametrize("expert", [-1, 8])
+def test_expert_out_of_range_is_refused(glm_copy, expert):
+    with pytest.raises(InputError, match=f"expert {expert} does not exist: ids go from 0 to 7"):
+        load_layer(glm_copy, 1, experts=[0, expert])
+
+
+def test_unsupported_architecture_lists_the_supported(tmp_path):
+    LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(
+        InputError, match=r"LlamaForCausalLM.*Glm4MoeForCausalLM.*MixtralForCausalLM"
+    ):
+        inspect(tmp_path)
+
+
+def test_missing_folder_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"config\.json does not exist"):
+        inspect(tmp_path / "nowhere")
+
+
+def test_missing_weights_are_refused(glm_copy):
+    (glm_copy / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"neither model\.safetensors nor"):
+        inspect(glm_copy)
+
+
+def test_missing_shard_is_named(tmp_path):
+    save_model("mixtral", tmp_path, max_shard_size="200KB")
+    for shard in tmp_path.glob("model-*.safetensors"):
+        shard.unlink()
+    with pytest.raises(InputError, match=r"names model-0000\d-of-.* which is not in"):
+        inspect(tmp_path)
+
+
+def test_missing_tensor_is_named(glm_copy):
+    name = "model.layers.2.mlp.experts.4.up_proj.weight"
+    change_tensors(glm_copy, lambda tensors: tensors.pop(name))
+    assert load_layer(glm_copy, 2, experts=[3]).experts.experts == 1
+    with pytest.raises(InputError, match=f"tensor {name} is missing"):
+        load_layer(glm_copy, 2, experts=[4])
+
+
+def test_shape_that_does_not_fit_the_config_is_named(glm_copy):
+    change_config(glm_copy, moe_intermediate_size=16)
+    with pytest.raises(InputError, match=r"gate_proj.weight has shape \(32, 64\).*\(16, 64\)"):
+        load_layer(glm_copy, 1, experts=[0])
+
+
+def test_transposed_router_is_refused(glm_copy):
+    name = "model.layers.1.mlp.gate.weight"
+
+    def transpose(tensors):
+        tensors[name] = tensors[name].T.contiguous()
+
+    change_tensors(glm_copy, transpose)
+    with pytest.raises(InputError, match=r"gate.weight has shape \(64, 8\).*\(8, 64\)"):
+        load_layer(glm_copy, 1)
+
+
+def test_quantised_config_is_refused_with_its_method(glm_copy):
+    change_config(glm_copy, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(InputError, match=r"quantised \(fp8\)"):
+        inspect(glm_copy)
+
+
+def test_quantised_tensor_is_refused_where_the_config_is_silent(glm_copy):
+    name = "model.layers.1.mlp.experts.0.down_proj.weight"
+
+    def quantise(tensors):
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    change_tensors(glm_copy, quantise)
+    with pytest.raises(InputError, match=f"{name} is stored as F8_E4M3"):
+        inspect(glm_copy)
+
+
+def test_packed_experts_are_refused_with_the_fix(tmp_path):
+    save_model("glm4_moe", tmp_path, save_original_format=False)
+    with pytest.raises(InputError, match=r"packs all experts.*save_original_format=True"):
+        inspect(tmp_path)
+
+
+def test_all_dense_model_is_refused(glm_copy):
+    change_config(glm_copy, first_k_dense_replace=3)
+    with pytest.raises(InputError, match="no MoE layer"):
+        inspect(glm_copy)
+
+
+def test_other_scoring_is_refused(tmp_path):
+    save_model("deepseek_v3", tmp_path)
+    change_config(tmp_path, scoring_func="softmax")
+    with pytest.raises(InputError, match="scoring_func='softmax'"):
+        inspect(tmp_path)
+
+
+def test_spoiled_file_is_refused(glm_copy):
+    (glm_copy / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(InputError, match="no whole safetensors file"):
+        inspect(glm_copy)
+
+
+def test_hidden_states_need_a_tokenizer(glm_copy):
+    with pytest.raises(InputError, match="no tokenizer"):
+        hidden_states(glm_copy, 1, "text", 8)
