@@ -55,20 +55,18 @@ def jobs(limit: int) -> dict:
             "w_ptr": w,
             "WORDS": row.words,
             "WEIGHT_WORD": row.weight_word,
-            "BYTES": 2,
-            "LINES": 4,
         }
         return gemm.down_kernel, meta, warps, stages
 
-    pack = {**place, **rule, "ROUTE": True, "KEEP": True, "EP": EP, "DESTS": 1, "BLOCK_H": 1024}
+    pack = {**place, **rule, "ROUTE": True, "KEEP": True, "EP": EP, "DESTS": 1, "BLOCK_H": 4096}
     return {
         "route": (router._route_kernel, rule, 1, 1),
         "route_pack": (dispatch._route_pack_kernel, pack, 4, 1),
-        "prepare": (dispatch._prepare_kernel, {**place, "BLOCK_H": 1024, "BLOCK_K": 8}, 4, 1),
-        "group": (metadata._group_kernel, {**ids, "BLOCK_M": 16, "BLOCK_S": 32, "BLOCK_N": 256}, 4, 1),
-        "count": (metadata._count_kernel, {**ids, "BLOCK": 1024}, 4, 1),
+        "prepare": (dispatch._prepare_kernel, {**place, "BLOCK_H": 4096, "BLOCK_K": 8}, 4, 1),
+        "group": (metadata._group_kernel, {**ids, "BLOCK_M": 16, "BLOCK_S": 16, "BLOCK_N": 1024}, 8, 1),
+        "count": (metadata._count_kernel, {**ids, "BLOCK": 256}, 4, 1),
         "place": (
-            metadata._place_kernel, {**ids, "BLOCK_M": 128, "BLOCK": 1024, "SUB": 128, "ROWS": 32}, 8, 1,
+            metadata._place_kernel, {**ids, "BLOCK_M": 128, "BLOCK": 256, "SUB": 128, "ROWS": 128}, 8, 1,
         ),
         "gate_up_decode": gemm_job("gate_up", 8),
         "gate_up_swap_tma": gemm_job("gate_up", 8, swap_ab=True, tma=True, block_n=64, block_k=64),
@@ -100,7 +98,6 @@ def argument_type(name: str) -> str:
         "recv_x_ptr",
         "h_ptr",
         "w_ptr",
-        "plain_w_ptr",
         "y_ptr",
     )
     return "*fp32" if name in floats else "*bf16" if name in halves else "*i32"

@@ -78,7 +78,7 @@ def test_toy_slots_are_listed_expert_by_expert():
     assert tiles.sorted_slots.tolist() == [0, 6, 1, 2, 3, 4, 5, 7]
     assert tiles.offsets.tolist() == [0, 2, 4]
     assert tiles.num_tiles.item() == 2
-    assert tiles.tiles[:2, :3].tolist() == [[0, 0, 2], [1, 2, 4]]
+    assert tiles.tiles[:2].tolist() == [[0, 0, 2, 2], [1, 2, 4, 2]]
 
 
 def test_toy_router_prefers_low_ids_and_renormalises():
@@ -236,6 +236,7 @@ def check_tiles(tiles, experts):
     ]
     assert tiles.tiles[: tiles.num_tiles.item(), :3].tolist() == want
     assert len(want) <= tiles.tiles.shape[0]
+    assert tiles.tiles[:, 3].unique().tolist() == [len(want)]
 
 
 def recv_with_ids(ids_RK: torch.Tensor, hidden: int = 2) -> RowViews:

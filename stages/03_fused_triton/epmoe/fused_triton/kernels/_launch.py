@@ -1,8 +1,7 @@
 """The one place where a Triton kernel is started.
 
 Programmatic dependent launch (PDL, Hopper and later): a kernel may start while its predecessor drains. Each kernel here
-waits (`gdc_wait`) before it touches anything that an earlier kernel wrote, then lets its own successor start. Weights
-are never written, so the down-projection asks for its weights before it waits.
+waits (`gdc_wait`) before it touches anything that an earlier kernel wrote, then lets its own successor start.
 """
 
 from collections.abc import Sequence

@@ -24,7 +24,6 @@ class GemmConfig:
         tma: weights come through the tensor memory accelerator (needs 16-byte row strides).
         tma_rows: so do the activations of `down`, whose rows lie side by side in expert-major order.
         waves: programs per multiprocessor of a persistent grid; 0 starts one program per tile.
-        prefetch: blocks of K that a program asks for (into L2) while it waits for its predecessor (PDL only).
     """
 
     block_m: int = 16
@@ -37,7 +36,6 @@ class GemmConfig:
     tma: bool = False
     tma_rows: bool = False
     waves: int = 0
-    prefetch: int = 0
 
     def __post_init__(self):
         for name in ("block_m", "block_n", "block_k"):

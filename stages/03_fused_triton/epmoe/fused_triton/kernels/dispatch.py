@@ -25,7 +25,8 @@ from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
 from epmoe.fused_triton.kernels.layout import RowViews
 from epmoe.fused_triton.kernels.router import RouterRule, check_logits, select_experts
 
-_BLOCK_H = 1024
+_MAX_BLOCK_H = 4096
+_WARPS = 4
 
 
 @triton.jit
@@ -49,6 +50,9 @@ def _route_pack_kernel(
     mask_k = offs_k < K
     pdl_wait(PDL)
     pdl_start_next(PDL)
+    offs_h = tl.arange(0, BLOCK_H)
+    # asked for before the router runs, so that its latency is hidden
+    x = tl.load(x_ptr + t * stride_xt + offs_h, mask=(offs_h < H) & live, other=0.0)
     if ROUTE:
         ids, weights = select_experts(
             logits_ptr + t * stride_lt, bias_ptr, live, E, K, GROUPS, TOPK_GROUPS, SIGMOID, HAS_BIAS, RENORM, SCALE,
@@ -73,12 +77,12 @@ def _route_pack_kernel(
         tl.store(send_float_ptr + words + K + offs_k, weights, mask=mask_d)
         tl.store(send_int_ptr + words + 2 * K, live.to(tl.int32), mask=d < EP)
     for h in tl.static_range(0, H, BLOCK_H):
-        offs_h = h + tl.arange(0, BLOCK_H)
-        mask_h = (offs_h < H) & live
-        x = tl.load(x_ptr + t * stride_xt + offs_h, mask=mask_h, other=0.0)
+        mask_h = (h + offs_h < H) & live
+        if h > 0:
+            x = tl.load(x_ptr + t * stride_xt + h + offs_h, mask=mask_h, other=0.0)
         for j in tl.static_range(DESTS):
             row = (first + j).to(tl.int64) * capacity + t
-            tl.store(send_x_ptr + row * ITEMS + offs_h, x, mask=mask_h & (first + j < EP))
+            tl.store(send_x_ptr + row * ITEMS + h + offs_h, x, mask=mask_h & (first + j < EP))
 
 
 def route_and_pack(
@@ -126,8 +130,9 @@ def route_and_pack(
         x_TH, logits, bias, topk_ids_TK, topk_weights_TK, owner_E, slot_E, views.hidden, views.ints, views.floats,
         x_TH.shape[0], capacity, x_TH.stride(0), logits.stride(0),
         H=layout.hidden, ITEMS=layout.items, WORDS=layout.words, ID_WORD=layout.id_word,
-        ROUTE=logits_TE is not None, KEEP=True, EP=ranks, DESTS=dests, BLOCK_H=_BLOCK_H,
-        **rule.constexprs(experts, topk, bias_E is not None), num_warps=4, pdl=pdl,
+        ROUTE=logits_TE is not None, KEEP=True, EP=ranks, DESTS=dests,
+        BLOCK_H=power_of_two(min(x_TH.shape[1], _MAX_BLOCK_H)),
+        **rule.constexprs(experts, topk, bias_E is not None), num_warps=_WARPS, pdl=pdl,
     )  # fmt: skip
 
 
@@ -199,6 +204,6 @@ def prepare_rows(
     launch(
         _prepare_kernel, (rows.rows,), rows.hidden, rows.ints, rows.floats, x_RH, ids_RK, weights_RK, local_experts,
         H=hidden, K=topk, ITEMS=layout.items, WORDS=layout.words, ID_WORD=layout.id_word,
-        BLOCK_H=_BLOCK_H, BLOCK_K=power_of_two(topk), num_warps=4, pdl=pdl,
+        BLOCK_H=power_of_two(min(hidden, _MAX_BLOCK_H)), BLOCK_K=power_of_two(topk), num_warps=4, pdl=pdl,
     )  # fmt: skip
     return x_RH, ids_RK, weights_RK

@@ -1,6 +1,6 @@
 """Grouped GEMMs over the tile list: gate_up with SwiGLU, then down with the routing weight.
 
-A program takes work items (tile, column block) from a list whose length stands on the device: `num_tiles`. Fewer programs
+A program takes work items (tile, column block) from a list whose length stands on the device. Fewer programs
 than items is a persistent grid, more is early exit; both are the same loop, so nothing depends on a host value.
 
     gate_up   h[p] = silu(x[row of p] @ gate^T) * (x[row of p] @ up^T)     p: expert-major position
@@ -38,6 +38,12 @@ def work_item(work, tiles, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
     size = tl.minimum(tiles - first, GROUP_M)
     inside = work % width
     return first + inside % size, inside // size
+
+
+@triton.jit
+def list_length(tiles_ptr, NUM_N: tl.constexpr):
+    """Tiles in the list, read from the entry that this program starts with: entry and length arrive in one load."""
+    return tl.load(tiles_ptr + tl.program_id(0) // NUM_N * 4 + 3)
 
 
 @triton.jit
@@ -90,22 +96,8 @@ def multiply(a, w, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def ask_for_rows(
-    w_ptr, row, ROWS: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, LINES: tl.constexpr,
-    BLOCK_N: tl.constexpr, left,
-):  # fmt: skip
-    """Ask L2 for the first LINES 128-byte lines of BLOCK_N weight rows; nothing waits for the answer."""
-    offs_n = tl.minimum(tl.arange(0, BLOCK_N), left - 1)
-    offs_k = tl.minimum(tl.arange(0, LINES) * (128 // BYTES), WIDTH - 1)
-    ptrs = w_ptr + row * WIDTH + offs_n[:, None] * WIDTH + offs_k[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def gate_up_kernel(
-    x_ptr, w_ptr, h_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr,
+    x_ptr, w_ptr, h_ptr, sorted_ptr, tiles_ptr,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, ITEMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
@@ -113,7 +105,7 @@ def gate_up_kernel(
     """h [N, I] at expert-major positions. Toy, tile 0 on rank 0: h[0] from row 0, h[1] from row 3, both expert 0."""
     NUM_N: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     pdl_wait(PDL)
-    tiles = tl.load(num_tiles_ptr)
+    tiles = list_length(tiles_ptr, NUM_N)
     pdl_start_next(PDL)
     for work in tl.range(tl.program_id(0), tiles * NUM_N, tl.num_programs(0)):
         tile, n = work_item(work, tiles, NUM_N, GROUP_M)
@@ -130,9 +122,10 @@ def gate_up_kernel(
             gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = gate
         for k in tl.range(0, H, BLOCK_K):
-            x = row_tile(x_rows, offs_m < end, k, H, BLOCK_K)
+            # weights first: their address needs the tile alone, that of x waits for the slots
             w_gate = weight_tile(w_ptr, gate_row, k, I, H, BLOCK_N, BLOCK_K, TMA, left)
             w_up = weight_tile(w_ptr, gate_row + I, k, I, H, BLOCK_N, BLOCK_K, TMA, left)
+            x = row_tile(x_rows, offs_m < end, k, H, BLOCK_K)
             gate = multiply(x, w_gate, gate, SWAP)
             up = multiply(x, w_up, up, SWAP)
         h = (gate * tl.sigmoid(gate) * up).to(h_ptr.dtype.element_ty)
@@ -145,20 +138,15 @@ def gate_up_kernel(
 
 @triton.jit
 def down_kernel(
-    h_ptr, w_ptr, plain_w_ptr, weights_ptr, rows_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr,
+    h_ptr, w_ptr, weights_ptr, rows_ptr, sorted_ptr, tiles_ptr,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, WEIGHT_WORD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, BYTES: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """rows [N, H] by slot. Toy, tile 0 on rank 0: rows[0] and rows[6], each 0.75 * (h @ w2 of expert 0)."""
     NUM_N: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     # gate_up starts this kernel only after ITS wait, so the tile list is complete here; h is not
-    tiles = tl.load(num_tiles_ptr)
-    if LINES > 0:
-        if tl.program_id(0) < tiles * NUM_N:
-            tile, n = work_item(tl.program_id(0), tiles, NUM_N, GROUP_M)
-            w_row = tl.load(tiles_ptr + tile * 4).to(tl.int64) * H + n * BLOCK_N
-            ask_for_rows(plain_w_ptr, w_row, H, I, BYTES, LINES, BLOCK_N, H - n * BLOCK_N)
+    tiles = list_length(tiles_ptr, NUM_N)
     pdl_wait(PDL)
     pdl_start_next(PDL)
     for work in tl.range(tl.program_id(0), tiles * NUM_N, tl.num_programs(0)):
@@ -174,11 +162,11 @@ def down_kernel(
         else:
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in tl.range(0, I, BLOCK_K):
+            w = weight_tile(w_ptr, w_row, k, H, I, BLOCK_N, BLOCK_K, TMA, H - n * BLOCK_N)
             if TMA_ROWS:
                 h = h_ptr.load([start, k])
             else:
                 h = row_tile(h_rows, offs_m < end, k, I, BLOCK_K)
-            w = weight_tile(w_ptr, w_row, k, H, I, BLOCK_N, BLOCK_K, TMA, H - n * BLOCK_N)
             acc = multiply(h, w, acc, SWAP)
         if SWAP:
             acc = tl.trans(acc)
@@ -238,7 +226,7 @@ def gate_up(
     columns = -(-double // 2 // config.block_n)
     launch(
         gate_up_kernel, (_programs(tiles, experts, columns, ranks, config),),
-        rows.hidden, w, h_NI, tiles.sorted_slots, tiles.tiles, tiles.num_tiles,
+        rows.hidden, w, h_NI, tiles.sorted_slots, tiles.tiles,
         H=hidden, I=double // 2, K=layout.topk, ITEMS=layout.items,
         **_meta(config, w), pdl=pdl,
     )  # fmt: skip
@@ -270,12 +258,11 @@ def down(
     w = _matrix(w2_EHI, config.block_n, config, config.tma)
     h = _matrix(h_NI, config.block_m, config, config.tma_rows)
     columns = -(-hidden // config.block_n)
-    lines = min(config.prefetch * config.block_k, inner) * w2_EHI.itemsize // 128 if pdl else 0
     launch(
         down_kernel, (_programs(tiles, experts, columns, ranks, config),),
-        h, w, w2_EHI, rows.floats, out_NH, tiles.sorted_slots, tiles.tiles, tiles.num_tiles,
+        h, w, rows.floats, out_NH, tiles.sorted_slots, tiles.tiles,
         H=hidden, I=inner, K=layout.topk, WORDS=layout.words, WEIGHT_WORD=layout.weight_word,
-        TMA_ROWS=isinstance(h, TensorDescriptor), BYTES=w2_EHI.itemsize, LINES=1 << lines.bit_length() >> 1, **_meta(config, w), pdl=pdl,
+        TMA_ROWS=isinstance(h, TensorDescriptor), **_meta(config, w), pdl=pdl,
     )  # fmt: skip
 
 

@@ -24,8 +24,8 @@ from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
 from epmoe.fused_triton.kernels.layout import RowViews
 
 SMALL_SLOTS = 8192
-_BLOCK = 1024  # slots of a program on the large path
-_LANES = 16384  # (slot, expert) pairs compared at once there
+_BLOCK = 256  # slots of a program on the large path
+_LANES = 16384  # (slot, expert) or (block, expert) pairs looked at at once there
 _INT32_MAX = 2**31 - 1
 
 
@@ -36,8 +36,8 @@ class ExpertTiles:
     Attributes:
         offsets: [E_local + 1] int32; expert e has the sorted positions offsets[e] to offsets[e + 1].
         sorted_slots: [N] int32, slots in expert-major order; slots without a local expert come last.
-        tiles: [max_tiles, 4] int32 (expert, first position, end of the expert's positions, 0).
-        num_tiles: [1] int32; entries of `tiles` from there on are undefined.
+        tiles: [max_tiles, 4] int32 (expert, first position, end of the expert's positions, num_tiles).
+        num_tiles: [1] int32; from there on only the last number of an entry is defined.
         block_m: rows of a tile.
         counts: [blocks, bins] int32 scratch of the large path.
     """
@@ -105,14 +105,9 @@ def slot_experts(
 
 @triton.jit
 def write_tiles(
-    counts,
-    offsets_ptr,
-    tiles_ptr,
-    num_tiles_ptr,
-    E_LOCAL: tl.constexpr,
-    BINS: tl.constexpr,
+    counts, offsets_ptr, tiles_ptr, num_tiles_ptr, max_entries, E_LOCAL: tl.constexpr, BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-):
+):  # fmt: skip
     """Offsets and tiles from the counts per expert. Counts (2, 2): offsets 0 2 4, tiles (0, 0, 2) and (1, 2, 4)."""
     offs_e = tl.arange(0, BINS)
     counts = tl.where(offs_e < E_LOCAL, counts, 0)
@@ -120,19 +115,22 @@ def write_tiles(
     start = end - counts
     tl.store(offsets_ptr + offs_e, start, mask=offs_e <= E_LOCAL)
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    tile_end = tl.cumsum(tiles, axis=0)
-    entry = tiles_ptr + (tile_end - tiles) * 4
-    tl.store(num_tiles_ptr, tl.sum(tiles, axis=0))
+    total = tl.sum(tiles, axis=0)
+    tl.store(num_tiles_ptr, total)
+    entry = tiles_ptr + (tl.cumsum(tiles, axis=0) - tiles) * 4
     for j in range(tl.max(tiles, axis=0)):
         mask = j < tiles
         tl.store(entry + j * 4, offs_e, mask=mask)
         tl.store(entry + j * 4 + 1, start + j * BLOCK_M, mask=mask)
         tl.store(entry + j * 4 + 2, end, mask=mask)
+    # the length goes into every entry: a GEMM program learns it from the entry it needs anyway
+    for j in range(0, max_entries, BINS):
+        tl.store(tiles_ptr + (j + offs_e) * 4 + 3, total, mask=j + offs_e < max_entries)
 
 
 @triton.jit
 def _group_kernel(
-    ids_ptr, offsets_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr, N, PROGRAMS,
+    ids_ptr, offsets_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr, N, PROGRAMS, max_entries,
     E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr, BINS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -145,18 +143,20 @@ def _group_kernel(
         for n in range(0, N, BLOCK_N):
             expert = slot_experts(ids_ptr, n + offs_n, N, E_LOCAL, K, WORDS, ID_WORD)
             counts += tl.histogram(expert, BINS)
-        write_tiles(counts, offsets_ptr, tiles_ptr, num_tiles_ptr, E_LOCAL, BINS, BLOCK_M)
+        write_tiles(
+            counts, offsets_ptr, tiles_ptr, num_tiles_ptr, max_entries, E_LOCAL, BINS, BLOCK_M
+        )
     else:
         slots = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
         mine = slot_experts(ids_ptr, slots, N, E_LOCAL, K, WORDS, ID_WORD)[:, None]
-        before = tl.zeros([BLOCK_S, BLOCK_N], tl.int32)
+        place = tl.zeros([BLOCK_S], tl.int32)
         for n in range(0, N, BLOCK_N):
             others = n + offs_n
             expert = slot_experts(ids_ptr, others, N, E_LOCAL, K, WORDS, ID_WORD)
             expert = tl.where(others < N, expert, E_LOCAL + 1)[None, :]
             first = (expert < mine) | ((expert == mine) & (others[None, :] < slots[:, None]))
-            before += first.to(tl.int32)
-        tl.store(sorted_ptr + tl.sum(before, axis=1), slots, mask=slots < N)
+            place += tl.sum(first.to(tl.int32), axis=1)
+        tl.store(sorted_ptr + place, slots, mask=slots < N)
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def _count_kernel(
 
 @triton.jit
 def _place_kernel(
-    ids_ptr, counts_ptr, offsets_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr, N, BLOCKS,
+    ids_ptr, counts_ptr, offsets_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr, N, BLOCKS, max_entries,
     E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr, BINS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +200,9 @@ def _place_kernel(
         total += tl.sum(counts, axis=0)
         earlier += tl.sum(tl.where((b + offs_b)[:, None] < block, counts, 0), axis=0)
     if block == 0:
-        write_tiles(total, offsets_ptr, tiles_ptr, num_tiles_ptr, E_LOCAL, BINS, BLOCK_M)
+        write_tiles(
+            total, offsets_ptr, tiles_ptr, num_tiles_ptr, max_entries, E_LOCAL, BINS, BLOCK_M
+        )
     place_E = tl.cumsum(total, axis=0) - total + earlier
     lanes = tl.arange(0, SUB)
     for s in range(0, BLOCK, SUB):
@@ -232,13 +234,14 @@ def group_slots(
     ids = {"E_LOCAL": local_experts, "K": layout.topk, "WORDS": layout.words, "ID_WORD": layout.id_word,
            "BINS": _bins(local_experts)}  # fmt: skip
     found = (out.offsets, out.sorted_slots, out.tiles, out.num_tiles)
+    entries = out.tiles.shape[0]
     if out.counts.shape[0] == 0:
-        # at T = 1 one program places all slots; at T = 128 a program compares 32 slots with 4096
-        block_s = 16 if slots <= 512 else 32
+        # loads of ids are far apart (a row each): many at once, since a loop would wait for each round
+        block_s = 16
         programs = -(-slots // block_s)
         launch(
-            _group_kernel, (programs + 1,), rows.ints, *found, slots, programs, **ids, BLOCK_M=out.block_m,
-            BLOCK_S=block_s, BLOCK_N=power_of_two(min(slots, 256), 16), num_warps=4, pdl=pdl,
+            _group_kernel, (programs + 1,), rows.ints, *found, slots, programs, entries, **ids, BLOCK_M=out.block_m,
+            BLOCK_S=block_s, BLOCK_N=power_of_two(min(slots, 1024), 16), num_warps=4 if slots <= 512 else 8, pdl=pdl,
         )  # fmt: skip
         return out
     blocks = out.counts.shape[0]
@@ -254,7 +257,7 @@ def group_slots(
         pdl=pdl,
     )
     launch(
-        _place_kernel, (blocks,), rows.ints, out.counts, *found, slots, blocks, **ids, BLOCK_M=out.block_m,
-        BLOCK=_BLOCK, SUB=max(16, _LANES // ids["BINS"]), ROWS=max(1, 4096 // ids["BINS"]), num_warps=8, pdl=pdl,
+        _place_kernel, (blocks,), rows.ints, out.counts, *found, slots, blocks, entries, **ids, BLOCK_M=out.block_m,
+        BLOCK=_BLOCK, SUB=max(16, _LANES // ids["BINS"]), ROWS=max(1, _LANES // ids["BINS"]), num_warps=8, pdl=pdl,
     )  # fmt: skip
     return out

@@ -1,11 +1,11 @@
 """Router: logits of a token become K expert ids and K float32 weights, in the registers of one program.
 
-K rounds of one maximum each. What is compared is a 64-bit key: the score's order-preserving integer above, the inverted
-expert id below, so that one reduction finds the best score AND the lowest id among equals. Weights are recomputed from
-the K chosen logits at the end, which needs no reduction. Softmax compares logits: the order of the probabilities,
-without their rounding. NaN sorts below everything, so ids stay inside [0, E).
+K rounds of two 32-bit reductions each (a warp reduces int32 in one instruction): the maximum of an order-preserving
+integer of the score, then the lowest id that has it. Weights are recomputed from the K chosen logits at the end, which
+needs no reduction over experts. Softmax compares logits: the order of the probabilities, without their rounding. NaN sorts
+below everything, so ids stay inside [0, E).
 
-Worked on the toy: token 1 has logits (-9, 1.0986, 0, -9). The keys order the experts 1, 2, 0, 3; ids (1, 2); softmax over
+Worked on the toy: token 1 has logits (-9, 1.0986, 0, -9). The keys order the experts 1, 2, 0, 3 (0 before 3: a tie); ids (1, 2); softmax over
 the two is (0.75, 0.25).
 
 Sources: the rules of Mixtral (arXiv:2401.04088) and DeepSeek-V3 (arXiv:2412.19437, 2.1.2), as `epmoe.core.routing`.
@@ -67,14 +67,16 @@ class RouterRule:
         }
 
 
+LOWEST = tl.constexpr(-2147483648)
+
+
 @triton.jit
-def order_key(score, tie_break):
-    """An int64 that orders like (score, then low tie_break): 1.0 at id 0 > 1.0 at id 1 > 0.5 > -1.0 > NaN."""
+def order_key(score):
+    """An int32 that orders like the score, and above LOWEST: 1.0 > 0.5 > 0.0 = -0.0 > -1.0 > -inf > NaN."""
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
     bits = score.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = tl.where(score == score, ordered, -2147483647)
-    return ordered.to(tl.int64) * 4294967296 + (0x7FFFFFFF - tie_break).to(tl.int64)
+    return tl.where(score == score, ordered, -2147483647)
 
 
 @triton.jit
@@ -91,13 +93,12 @@ def open_groups(
     # a group of one expert scores that expert alone
     total = first + tl.where(tl.sum(mask.to(tl.int32), axis=1) > 1, second, 0.0)
     offs_g = tl.arange(0, BLOCK_G)
-    lowest: tl.constexpr = -9223372036854775808
-    key = tl.where(offs_g < GROUPS, order_key(total, offs_g), lowest)
+    key = tl.where(offs_g < GROUPS, order_key(total), LOWEST)
     opened = offs_g < 0
     for _ in tl.static_range(TOPK_GROUPS):
-        best = key == tl.max(key, axis=0)
-        opened = opened | best
-        key = tl.where(best, lowest, key)
+        best = tl.min(tl.where(key == tl.max(key, axis=0), offs_g, BLOCK_G), axis=0)
+        opened = opened | (offs_g == best)
+        key = tl.where(offs_g == best, LOWEST, key)
     return opened
 
 
@@ -143,14 +144,14 @@ def select_experts(
     if GROUPS > 1:
         # experts of closed groups leave the race, they do not merely score low
         mask = mask & open_groups(choice, mask, GROUPS, TOPK_GROUPS, BLOCK_G)[:, None]
-    lowest: tl.constexpr = -9223372036854775808
-    key = tl.where(mask, order_key(choice, expert), lowest)
+    key = tl.where(mask, order_key(choice), LOWEST)
     offs_k = tl.arange(0, BLOCK_K)
     ids = tl.full([BLOCK_K], -1, tl.int32)
     for k in tl.static_range(K):
         best = tl.max(tl.max(key, axis=1), axis=0)
-        ids = tl.where(offs_k == k, (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.int32), ids)
-        key = tl.where(key == best, lowest, key)
+        best_id = tl.min(tl.min(tl.where(key == best, expert, E), axis=1), axis=0)
+        ids = tl.where(offs_k == k, best_id, ids)
+        key = tl.where(expert == best_id, LOWEST, key)
     chosen = tl.load(logits_ptr + ids, mask=(offs_k < K) & live, other=float("-inf")).to(tl.float32)
     weights = tl.sigmoid(chosen) if SIGMOID else tl.exp(chosen - top_logit) / total
     weights = tl.where(offs_k < K, weights, 0.0)
