@@ -18,7 +18,8 @@ _SUITE = "epmoe.core.conformance."
 
 # tests are imported into other modules; their assertions explain themselves all the same
 pytest.register_assert_rewrite(
-    *(f"{_SUITE}{path.stem}" for path in Path(__file__).parent.glob("test_*.py"))
+    *(f"{_SUITE}{path.stem}" for path in Path(__file__).parent.glob("test_*.py")),
+    f"{_SUITE}exercise_checks",
 )
 
 NEEDS_CUDA = "needs a CUDA device: run `make test-gpu` on a machine that has one"
@@ -42,6 +43,15 @@ def pytest_generate_tests(metafunc):
     if "stage" in metafunc.fixturenames:
         fixed = getattr(metafunc.module, "STAGE", None)
         metafunc.parametrize("stage", [fixed] if fixed else _wanted(metafunc.config))
+    if "exercise" in metafunc.fixturenames:
+        found = _exercises(Path(metafunc.module.__file__).parents[1] / "exercises")
+        metafunc.parametrize("exercise", found, ids=[path.name for path in found])
+
+
+def _exercises(folder: Path) -> list[Path]:
+    from epmoe.core.conformance.exercise_checks import names
+
+    return names(folder)
 
 
 def pytest_collection_modifyitems(config, items):
