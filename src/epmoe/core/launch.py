@@ -98,6 +98,9 @@ class RankPool:
         self._guardian = _start_guardian(self._folder)
         self._finalizer = weakref.finalize(self, _stop_guardian, self._guardian, self._folder)
         self._environment = {**os.environ, **gpu_sharing.preload(os.environ)}
+        if self.choice.device_type == "cpu":
+            # Triton decides when it is first imported whether it compiles or interprets kernels
+            self._environment.setdefault("TRITON_INTERPRET", "1")
         if self.choice.shared:
             self._share_gpu()
         _log.log(logging.WARNING if self.choice.fallback else logging.INFO, self.describe())

@@ -76,6 +76,6 @@ def guide(
 def _sentence(info: CheckpointInfo, layer: int, tokens: int, dtype: torch.dtype) -> str:
     sizes = info.shape
     return (
-        f"Layer {layer} of {info.path.name}: H={sizes.hidden}, I={sizes.intermediate}, {sizes.experts} experts, "
-        f"{sizes.topk} per token, {str(dtype).removeprefix('torch.')}; {tokens} tokens of real text"
+        f"Layer {layer} of {info.path.name}: {sizes.experts} experts, {sizes.topk} per token, H={sizes.hidden}, "
+        f"I={sizes.intermediate}, {str(dtype).removeprefix('torch.')}\n{tokens} tokens of real text"
     )

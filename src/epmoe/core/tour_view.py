@@ -13,36 +13,40 @@ SHADES = " ░▒▓█"
 
 def render(report: TourReport) -> RenderableType:
     """Everything that the tour has to say, once it is over."""
-    parts: list[RenderableType] = [_stage_table(report), *_refusals(report), Text()]
-    parts += [_picture(report), Text(), _verdict(report)]
-    return Group(*parts)
+    return Group(
+        Text(report.layer, "bold"),
+        _stage_table(report),
+        Text(_legend(report), "dim"),
+        *_refusals(report),
+        Text("\nWhere the tokens went: a column is an expert; the darker, the more visits", "bold"),
+        _picture(report),
+        _verdict(report),
+    )
 
 
 def _stage_table(report: TourReport) -> Table:
-    table = Table(title=report.layer, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("stage", no_wrap=True)
-    for name in (
-        "error",
-        "allowed",
-        "collectives",
-        "KiB sent",
-        "host syncs",
-        "launches",
-        "rows done/needed",
-        "graph",
-        f"ms ({report.device})",
-    ):
-        table.add_column(name, justify="right")
+    for name in ("error", "coll.", "KiB", "syncs", "launches", "rows", "graph", "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
     for stage, rows in report.stages().items():
         table.add_row(stage, *_cells(rows), style=None if _right(rows) else "bold red")
-    table.caption = (
-        "Largest error over all ranks, relative to the terms that were added. Collectives, syncs and launches of one "
-        "call on the busiest rank; bytes and rows of all ranks. The time tells this machine's story, not a GPU's."
-        if report.device == "cpu"
-        else "Largest error over all ranks, relative to the terms that were added. Eager calls, slowest rank."
-    )
-    table.caption_justify = "left"
     return table
+
+
+def _legend(report: TourReport) -> str:
+    allowed = report.rows[0].tolerance if report.rows else 0.0
+    clock = (
+        "this CPU's, no hint of a GPU's"
+        if report.device == "cpu"
+        else "eager calls on the slowest rank"
+    )
+    return (
+        f"error     largest of all ranks, relative to the terms added; {allowed:.1e} is allowed\n"
+        "coll.     collectives of one call; syncs: host waits; launches: operators\n"
+        "KiB       sent to other ranks, by all; rows: computed / needed, by all\n"
+        f"graph     can be captured in a CUDA graph; ms: {clock}"
+    )
 
 
 def _cells(rows: list[StageRow]) -> list[str]:
@@ -52,14 +56,13 @@ def _cells(rows: list[StageRow]) -> list[str]:
     done = sum(row.ledger["rows_computed"] for row in rows)
     return [
         f"{max(row.error for row in rows):.1e}",
-        f"{rows[0].tolerance:.1e}",
         str(max(len(row.ledger["collectives"]) for row in rows)),
         f"{sum(row.ledger['wire_bytes'] for row in rows) / 1024:.0f}",
         str(most("host_syncs")),
         str(most("launches")),
-        f"{done} / {sum(row.rows_needed for row in rows)}",
+        f"{done}/{sum(row.rows_needed for row in rows)}",
         "yes" if rows[0].graph_capturable else "no",
-        f"{max(row.seconds for row in rows) * 1e3:.2f}",
+        f"{max(row.seconds for row in rows) * 1e3:.1f}",
     ]
 
 
@@ -76,18 +79,11 @@ def _refusals(report: TourReport) -> list[Text]:
 def _picture(report: TourReport) -> Table:
     """Source ranks down, experts across in blocks by owner rank: the darker, the more tokens."""
     visits_RE = torch.tensor(report.visits)
-    most = max(1, int(visits_RE.max()))
-    ranks = len(report.visits)
-    picture = Table(
-        title="Where the tokens went: each column is an expert, the darker the more visits",
-        box=box.SIMPLE,
-        title_justify="left",
-        title_style="bold",
-        padding=(0, 1),
-    )
-    picture.add_column("from")
+    ranks, most = len(report.visits), max(1, int(visits_RE.max()))
+    picture = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    picture.add_column("from \\ to", no_wrap=True)
     for rank in range(ranks):
-        picture.add_column(f"experts of rank {rank}", justify="left", no_wrap=True)
+        picture.add_column(f"rank {rank}", no_wrap=True)
     picture.add_column("visits", justify="right")
     for rank, row in enumerate(report.visits):
         picture.add_row(f"rank {rank}", *_blocks(row, report.owners, ranks, most), str(sum(row)))
@@ -102,8 +98,9 @@ def _picture(report: TourReport) -> Table:
 
 def _blocks(row: list[int], owners: list[int], ranks: int, most: int) -> list[str]:
     shades = [SHADES[-(-count * (len(SHADES) - 1) // most)] for count in row]
+    wide = 2 if len(row) <= 24 else 1
     return [
-        "".join(shade * 2 for shade, owner in zip(shades, owners, strict=True) if owner == rank)
+        "".join(shade * wide for shade, owner in zip(shades, owners, strict=True) if owner == rank)
         for rank in range(ranks)
     ]
 

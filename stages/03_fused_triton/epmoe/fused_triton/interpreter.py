@@ -1,8 +1,9 @@
 """Kernels on a CPU: Triton's interpreter, which has to be chosen before a kernel is defined.
 
-Triton decides at the moment of `@triton.jit` whether a function is compiled or interpreted, by TRITON_INTERPRET. So the
-kernels are imported only when a layer is built, when it is known where they will run, and a process runs them in one
-way only.
+Triton decides at the moment of `@triton.jit` whether a function is compiled or interpreted, by TRITON_INTERPRET; for its
+own library of functions that moment is Triton's first import. So kernels are imported only when a layer is built, when it
+is known where they will run, and a process runs them in one way only. Ranks that `launch` starts on a CPU have the
+variable from the start.
 """
 
 import importlib.util
@@ -10,8 +11,6 @@ import os
 import sys
 
 from epmoe.core.errors import UnsupportedError
-
-_KERNELS = "epmoe.fused_triton.kernels"
 
 
 def prepare(device_type: str) -> None:
@@ -25,19 +24,17 @@ def prepare(device_type: str) -> None:
             "this stage needs Triton, which is not installed: pip install 'triton>=3.6,<3.8'"
         )
     wanted = device_type == "cpu"
-    if _KERNELS in sys.modules:
-        if interpreting() != wanted:
-            raise UnsupportedError(
-                f"this process {'interprets' if interpreting() else 'compiles'} its Triton kernels already, a layer on "
-                f"{device_type} needs the other way: use another process"
-            )
-        return
-    if wanted:
+    if "triton" not in sys.modules and wanted:
         os.environ["TRITON_INTERPRET"] = "1"
+    if interpreting() != wanted:
+        raise UnsupportedError(
+            f"Triton {'compiles' if wanted else 'interprets'} its kernels in this process already, and a layer on "
+            f"{device_type} needs the other way: start Python with TRITON_INTERPRET={int(wanted)}"
+        )
 
 
 def interpreting() -> bool:
-    """Whether the kernels of this process are interpreted."""
+    """Whether the kernels of this process are interpreted; Triton's own functions tell."""
     import triton
 
-    return bool(triton.knobs.runtime.interpret)
+    return not isinstance(triton.language.zeros, triton.runtime.jit.JITFunction)
