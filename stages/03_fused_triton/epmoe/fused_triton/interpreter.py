@@ -1,9 +1,9 @@
 """Kernels on a CPU: Triton's interpreter, which has to be chosen before a kernel is defined.
 
-Triton decides at the moment of `@triton.jit` whether a function is compiled or interpreted, by TRITON_INTERPRET; for its
-own library of functions that moment is Triton's first import. So kernels are imported only when a layer is built, when it
-is known where they will run, and a process runs them in one way only. Ranks that `launch` starts on a CPU have the
-variable from the start.
+Triton decides at the moment of `@triton.jit` whether a function is compiled or interpreted, by TRITON_INTERPRET; for
+its own library of functions that moment is Triton's first import. So kernels are imported only when a layer is built,
+when it is known where they will run, and a process runs them in one way only. Ranks that `launch` starts on a CPU have
+the variable from the start.
 """
 
 import importlib.util
