@@ -107,7 +107,8 @@ class MoELayer(ABC):
         """
         self._refuse_capture()
         self._check(x_TH, topk_ids_TK, topk_weights_TK, max_tokens)
-        topk_ids_TK = topk_ids_TK.to(torch.int32)
+        if topk_ids_TK.dtype is torch.int64:  # clamped first: 2**32 would wrap to expert 0
+            topk_ids_TK = topk_ids_TK.clamp(-1, self.spec.shape.experts).to(torch.int32)
         rounds = plan_rounds(self.spec, len(x_TH), max_tokens, _capturing(self.spec.device))
         with torch.no_grad():
             if rounds.count == 1:

@@ -103,8 +103,8 @@ class CaseReport:
 def tolerance(dtype: torch.dtype) -> float:
     """The largest error, relative to the terms, of a correct layer in `dtype`.
 
-    Half types round three times: gate and up, their product, and the result. float32 sums H and I products in an order
-    that is the library's own. Measured on right code: see the suite's calibration test.
+    Half types round three times: gate and up, their product, the result; float32 adds H and I products in the
+    library's own order. About twice what right code shows, and tests/test_core_verify.py holds it to that.
     """
     return _TOLERANCE[dtype] * torch.finfo(dtype).eps
 
@@ -230,13 +230,18 @@ def _storage(x: Tensor) -> int:
 
 
 def worst_row(
-    case: Case, call: int, rank: int, y_TH: Tensor, everything: ExpertWeights
+    case: Case,
+    call: int,
+    rank: int,
+    y_TH: Tensor,
+    everything: ExpertWeights,
+    routing: tuple[Tensor, Tensor] | None = None,
 ) -> Row | None:
-    """The row of y_TH that is furthest from the oracle; None when there is no row."""
+    """The row of y_TH furthest from the oracle, None without rows; `routing` (on the CPU) in place of the case's."""
     chosen = _chosen_rows(len(y_TH), case.rows)
     if not len(chosen):
         return None
-    ids_TK, weights_TK = (a[chosen] for a in case.routing(call, rank))
+    ids_TK, weights_TK = (a[chosen] for a in routing or case.routing(call, rank))
     x_TH, got_TH = case.tokens_of(call, rank)[chosen], y_TH.cpu().double()[chosen]
     answer = oracle(x_TH, ids_TK, weights_TK, everything, torch.float64)
     off_TH = torch.nan_to_num((got_TH - answer.y_TH).abs(), nan=float("inf"))

@@ -57,7 +57,7 @@ def wrong_builds(group: EPGroup, case: Case) -> dict[str, str]:
     wider = case.shape.with_(hidden=case.shape.hidden + 8)
     wrong = {
         "capacity": replace(case, capacity=case.max_tokens_per_rank + 1),
-        "dtype": replace(case, dtype=torch.bfloat16),
+        "dtype": replace(case, dtype=torch.float16),
         "shape": replace(case, shape=wider),
         "check": replace(case, check=not case.check),
         "overflow": replace(case, overflow="rounds"),

@@ -18,7 +18,7 @@ from epmoe.core.cases import Case
 from epmoe.core.errors import EpmoeError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import MoELayer, build
-from epmoe.core.routing import RouterConfig
+from epmoe.core.routing import RouterConfig, route
 from epmoe.core.verify import Row, bring, build_case, call_once, differ, worst_row
 from epmoe.core.weights import ExpertWeights, random_weights
 
@@ -136,6 +136,27 @@ def block(group: EPGroup, case: Case) -> dict[str, float]:
     }
     layer.close()
     return results
+
+
+def from_logits(group: EPGroup, case: Case) -> list[Row | None]:
+    """The call that routes by itself, with and without a correction bias: the worst row of each.
+
+    Judged against the oracle with the ids and weights of `route`.
+    """
+    layer = build_case(group, case)
+    shape, generator = case.shape, torch.Generator().manual_seed(group.rank)
+    x_TH = case.tokens_of(0, group.rank)
+    logits_TE = torch.randn(len(x_TH), shape.experts, generator=generator)
+    bias_E = torch.linspace(-1, 1, shape.experts)
+    everything = case.weights_of(range(shape.experts)).to(torch.float64)
+    rows = []
+    for bias in (None, bias_E):
+        on_device = None if bias is None else bias.to(group.device)
+        y_TH = layer.from_logits(x_TH.to(group.device), logits_TE.to(group.device), on_device)
+        routing = route(logits_TE, shape.router, shape.topk, bias)
+        rows.append(worst_row(case, 0, group.rank, y_TH, everything, routing))
+    layer.close()
+    return rows
 
 
 def _apart(a: Tensor, b: Tensor) -> float:

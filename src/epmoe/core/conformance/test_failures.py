@@ -41,7 +41,7 @@ def test_10C_wrong_call(stage, run, ranks):
 
 BUILDS = {
     "capacity": ["DisagreementError", "max_tokens_per_rank", "rank 0 has 4", "rank 1 has 5"],
-    "dtype": ["DisagreementError", "float32", "bfloat16"],
+    "dtype": ["DisagreementError", "float32", "float16"],
     "shape": ["DisagreementError", "hidden=16", "hidden=24"],
     "check": ["DisagreementError", "check"],
     "overflow": ["DisagreementError", "overflow", "rounds"],

@@ -5,6 +5,7 @@ import torch
 
 from epmoe.core.cases import Case
 from epmoe.core.conformance import program
+from epmoe.core.routing import RouterConfig
 from epmoe.core.shape import MoEShape
 from epmoe.core.verify import tolerance
 
@@ -51,6 +52,21 @@ def test_6E_large_answer_small_weight(stage, run, ranks):
     for low, high in run(program.loud_expert, case, 102400.0, 0.1):
         assert abs(low - 10240) <= 10240 * tolerance(torch.float16)
         assert abs(high - 10240) <= 10240 * tolerance(torch.float16)
+
+
+ROUTERS = {
+    "softmax": RouterConfig(),
+    "sigmoid": RouterConfig(scoring="sigmoid", scale=2.5),
+    "groups": RouterConfig(scoring="sigmoid", groups=4, topk_groups=2, renormalize=False),
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
+def test_routing_from_logits(stage, run, router):
+    """`from_logits` is `route` and a call, however a stage fuses them."""
+    case = Case(stage=stage, shape=SMALL.with_(topk=3, router=router), tokens=((5, 0, 7),))
+    for rows in run(program.from_logits, case):
+        assert all(row is None or row.right for row in rows), rows
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
