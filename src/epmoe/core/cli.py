@@ -163,4 +163,11 @@ def _add_plan() -> None:
     app.command("plan")(plan_command)
 
 
+def _add_bench() -> None:
+    from epmoe.core.bench.cli import app as bench
+
+    app.add_typer(bench, name="bench")
+
+
 _add_plan()
+_add_bench()

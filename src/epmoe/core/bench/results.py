@@ -131,8 +131,12 @@ class Result:
         """Write JSON, whole or not at all: a reader never sees half a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_name(path.name + ".part")
-        half.write_text(_NUMBERS.sub(_on_one_line, json.dumps(asdict(self), indent=1)) + "\n")
+        half.write_text(self.text())
         half.replace(path)
+
+    def text(self) -> str:
+        """As JSON, lists of numbers on one line."""
+        return _NUMBERS.sub(_on_one_line, json.dumps(asdict(self), indent=1)) + "\n"
 
 
 def load(path: Path) -> Result:

@@ -1,0 +1,220 @@
+"""`epmoe bench`, `epmoe bench padding`, `epmoe bench report`."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from epmoe.core import groups
+from epmoe.core.bench import results, vllm_subjects
+from epmoe.core.bench.run import Config, estimate_seconds, run
+from epmoe.core.bench.subjects import resolve_names
+from epmoe.core.bench.view import render
+from epmoe.core.bench.workload import Routing
+from epmoe.core.errors import InputError
+from epmoe.core.launch import launch
+from epmoe.core.plan_render import parse_tokens
+from epmoe.core.torchrun import under_torchrun
+
+
+class _RunByDefault(TyperGroup):
+    """`epmoe bench --ep 4` is `epmoe bench run --ep 4`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_RunByDefault,
+    help="Measure layers against the floor and against others, with gates before every time.",
+    rich_markup_mode=None,
+)
+_console = Console()
+_Whole = Annotated[int, typer.Option(min=1)]
+
+
+@app.command("run")
+def run_command(
+    shape: Annotated[str, typer.Option(help="A named shape.")] = "glm-5.3-flash",
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 4,
+    loopback: Annotated[
+        bool, typer.Option("--loopback", help="One process plays one of the ranks.")
+    ] = False,
+    rank: Annotated[int, typer.Option(help="Which rank loopback plays.")] = 0,
+    tokens: Annotated[str, typer.Option(help="T per rank, with commas.")] = "1,2,4,8,16,32,64,128",
+    subjects: Annotated[
+        str,
+        typer.Option(
+            help="Stages, grouped_mm, vllm-default, vllm-tuned, vllm-agrs, vllm-agrs-tuned; or auto."
+        ),
+    ] = "auto",
+    draws: Annotated[int, typer.Option(min=1, help="Routing draws.")] = 5,
+    blocks: Annotated[int, typer.Option(min=1, help="Interleaved blocks, over all draws.")] = 20,
+    replays: Annotated[int, typer.Option(min=1, help="Replays per block.")] = 50,
+    layers: Annotated[
+        int, typer.Option(min=1, help="Layers with weights of their own in one chain.")
+    ] = 4,
+    routing: Annotated[
+        str, typer.Option(help="uniform, zipf, hot_expert or one_rank.")
+    ] = "uniform",
+    skew: Annotated[float, typer.Option(help="Exponent of zipf.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of weights and draws.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    router: Annotated[
+        str, typer.Option(help="auto, torch, or a stage whose router kernel all subjects share.")
+    ] = "auto",
+    gpu: Annotated[str, typer.Option(help="Whose bandwidth floors are quoted at.")] = "h200",
+    rows: Annotated[int, typer.Option(min=1, help="Rows per layer that the oracle checks.")] = 4,
+    vllm_sweep: Annotated[
+        int, typer.Option(min=0, help="vLLM configurations to try per T; 0 for none.")
+    ] = 8,
+    vllm_config: Annotated[
+        Path | None, typer.Option(help="Chosen vLLM configurations, in vLLM's format; no sweep.")
+    ] = None,
+    save_vllm_config: Annotated[
+        Path | None, typer.Option(help="Where to write what the sweep chose.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Start no new T after so many seconds.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for everything, several ranks.")] = 1800.0,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say how long the timed part takes, and stop.")
+    ] = False,
+    json_to: Annotated[
+        str | None,
+        typer.Option("--json", metavar="[FILE]", help="Write JSON to FILE, or print it."),
+    ] = None,
+) -> None:
+    """Time subjects from router logits to the combined output, interleaved, each behind its gates."""
+    config = Config(
+        shape=shape,
+        ep=ep,
+        loopback=loopback,
+        rank=rank,
+        tokens=tuple(parse_tokens(tokens)),
+        subjects=tuple(subjects.split(",")),
+        draws=draws,
+        blocks=blocks,
+        replays=replays,
+        layers=layers,
+        routing=Routing(kind=routing, skew=skew),
+        seed=seed,
+        dtype=dtype,
+        router=router,
+        gpu=gpu,
+        rows=rows,
+        sweep=vllm_sweep,
+        configs=vllm_subjects.read_configs(vllm_config) if vllm_config else None,
+        seconds=seconds,
+        path=Path(json_to) if json_to not in (None, "-") else None,
+        command=shlex.join(["epmoe", *sys.argv[1:]]),
+    )
+    if estimate:
+        count = len(resolve_names(config.subjects, 1 if loopback else ep))
+        _console.print(
+            f"about {estimate_seconds(config, count):.0f} s of timing for {count} subjects on {gpu}; set-up, gates, "
+            "compilation and tuning come on top"
+        )
+        return
+    result = _run(config, device, timeout)
+    if os.environ.get("RANK", "0") == "0":
+        _finish(result, json_to, save_vllm_config)
+
+
+def _run(config: Config, device: str, timeout: float) -> results.Result:
+    if config.loopback or (config.ep == 1 and not under_torchrun()):
+        return run(groups.single(_one_device(device)), config)
+    return launch(run, config, ranks=config.ep, device=device, timeout=timeout)[0]
+
+
+def _one_device(asked: str) -> str:
+    import torch
+
+    if asked not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device={asked!r}: choose auto, cpu or cuda")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+
+
+def _finish(result: results.Result, json_to: str | None, save_vllm_config: Path | None) -> None:
+    """Show, and leave with code 1 when a subject failed its gates."""
+    if save_vllm_config and result.tuning:
+        chosen = {tuned["rows"]: tuned["best"] for tuned in result.tuning.values()}
+        vllm_subjects.write_configs(save_vllm_config, chosen)
+    if json_to == "-":
+        print(result.text(), end="")
+    else:
+        _console.print(render(result))
+    failed = any(one.error for point in result.points for one in point.subjects.values())
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command("padding")
+def padding_command(
+    stages: Annotated[str, typer.Option(help="Stages, with commas.")] = "00,01,02,03",
+    shape: Annotated[str, typer.Option(help="A named shape; a small one.")] = "tiny",
+    tokens: Annotated[str, typer.Option(help="T per rank, with commas.")] = "1,4,16",
+    ep: Annotated[str, typer.Option(help="Ranks, with commas; up to 4 is quick.")] = "2,4",
+    routings: Annotated[
+        str, typer.Option(help="Kinds, with commas; zipf:1.0 gives the exponent.")
+    ] = "uniform,zipf:0.6,zipf:1.0,hot_expert,one_rank",
+    draws: Annotated[int, typer.Option(min=1, help="Draws to average over.")] = 3,
+    timeout: Annotated[float, typer.Option(help="Seconds for each count.")] = 120.0,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE.")
+    ] = None,
+) -> None:
+    """Count rows sent and computed against rows needed, on real CPU ranks."""
+    from epmoe.core.bench import padding
+    from epmoe.core.bench.view import render_padding
+
+    counted = padding.sweep(
+        stages.split(","),
+        shape,
+        parse_tokens(tokens),
+        parse_tokens(ep),
+        [_routing(word) for word in routings.split(",")],
+        draws,
+        timeout,
+    )
+    if json_to not in (None, "-"):
+        command = shlex.join(["epmoe", *sys.argv[1:]])
+        padding.save(Path(str(json_to)), counted, shape, draws, command)
+    _console.print(render_padding(counted))
+
+
+def _routing(word: str) -> Routing:
+    kind, _, skew = word.partition(":")
+    try:
+        return Routing(kind=kind, skew=float(skew) if skew else 1.0)
+    except ValueError as error:
+        raise InputError(f"routing {word!r}: {error}") from None
+
+
+@app.command("report")
+def report_command(
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit code 1 when something is stale.")
+    ] = False,
+    root: Annotated[
+        Path | None, typer.Option(help="The repository; where the command runs by default.")
+    ] = None,
+) -> None:
+    """Make README's ladder table and the pages under docs/ladder from the committed results."""
+    from epmoe.core.bench import report
+
+    stale = report.generate(report.find_root(root), check=check)
+    for problem in stale:
+        _console.print(("stale: " if check else "wrote ") + problem, highlight=False, markup=False)
+    if not stale:
+        _console.print("everything is up to date")
+    raise typer.Exit(1 if check and stale else 0)
