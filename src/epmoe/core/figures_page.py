@@ -19,7 +19,7 @@ NOT_MEASURED = "not measured yet"
 def counted(
     pool: RankPool, stage: str, tokens: Sequence[int], kind: str = "uniform", shape: str = "tiny"
 ) -> tuple[dict[str, float], str]:
-    """One call of `stage`, held against the oracle on every rank.
+    """One call of `stage` that declares its largest T, held against the oracle on every rank.
 
     Args:
         pool: as many ranks as `tokens` names, at least.
@@ -30,7 +30,15 @@ def counted(
         what it cost (collectives, host syncs and launches of the busiest rank; KiB sent and rows of all ranks), and
         the verdict in words.
     """
-    case = Case(stage=stage, shape=SHAPES[shape], tokens=(tuple(tokens),), kind=kind, poison=False)
+    calls_of_one = (tuple(tokens),)
+    case = Case(
+        stage=stage,
+        shape=SHAPES[shape],
+        tokens=calls_of_one,
+        kind=kind,
+        poison=False,
+        declared=True,
+    )
     reports: list[CaseReport] = pool.run(run_case, case, ranks=len(tokens))
     calls = [r.calls[0] for r in reports]
     counts: dict[str, float] = {
