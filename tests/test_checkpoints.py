@@ -58,6 +58,27 @@ def test_inspect_tells_sizes_router_and_layers(saved, family):
     assert info.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+        ("qwen3_moe", {"decoder_sparse_step": 3, "mlp_only_layers": []}),
+        ("glm4_moe", {"first_k_dense_replace": 3}),
+        ("deepseek_v3", {"first_k_dense_replace": 0}),
+    ],
+    ids=["every-2nd", "every-2nd-but-3", "every-3rd", "after-3", "all"],
+)
+def test_moe_layers_are_those_the_model_builds(tmp_path, family, changes):
+    config = FAMILIES[family]()
+    config.update({"num_hidden_layers": 6, "layer_types": None} | changes)
+    model = make_model(config)
+    model.save_pretrained(tmp_path)
+    built = tuple(i for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts"))
+    assert len(built) > 0
+    assert inspect(tmp_path).moe_layers == built
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpoints_of_the_fixture_are_sharded(saved, family):
     assert len(list(saved[family][0].glob("model-*.safetensors"))) >= 2
