@@ -145,6 +145,20 @@ def test_3D_small_call_after_a_full_one(stage, check):
     check(Case(stage=stage, shape=shape, tokens=((64, 64), (1, 0), (0, 1), (64, 1)), kind="zipf"))
 
 
+def test_3E_uneven_blocks(stage, check):
+    """3E: 1, 0, 7, 8 and 9 rows per expert, so that padded blocks are longer than their rows; token 0 is the first."""
+    shape = MoEShape(hidden=16, intermediate=8, experts=5, topk=1)
+    rows = [[e] for e, count in enumerate((1, 0, 7, 8, 9)) for _ in range(count)]
+    check(
+        Case(
+            stage=stage,
+            shape=shape,
+            tokens=((25, 0), (13, 12)),
+            ids=((rows, []), (rows[:13], rows[13:])),
+        )
+    )
+
+
 @pytest.mark.parametrize(("experts", "ranks"), [(5, 2), (8, 3), (3, 4), (7, 4), (1, 3)])
 def test_5C_experts_do_not_divide(stage, check, experts, ranks):
     """5C: the first ranks own one expert more; a rank without any still takes part."""
