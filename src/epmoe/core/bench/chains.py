@@ -1,5 +1,7 @@
 """L layer calls in a row on one draw, as one CUDA graph where the subject and the device allow it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ _WARMUPS = 2  # outside of the capture: libraries allocate, kernels compile, com
 class Chain:
     """One draw of one subject. `run` queues all layers; `outputs` are y_TH of every layer."""
 
-    def __init__(self, subject: Subject, draw: int, pool: object = None):
+    def __init__(self, subject: Subject, draw: int, pool: Any = None):
         self.subject, self.draw = subject, draw
         self.device = subject.setting.device
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -40,7 +42,7 @@ class Chain:
         torch.cuda.synchronize(self.device)
         return outputs
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, pool: object) -> list[Tensor]:
+    def _capture(self, graph: torch.cuda.CUDAGraph, pool: Any) -> list[Tensor]:
         self.subject.setting.group.barrier()  # no rank captures while another still compiles
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             return self.subject.chain(self.draw)

@@ -4,9 +4,8 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
@@ -26,7 +25,7 @@ from epmoe.core.torchrun import under_torchrun
 class _RunByDefault(TyperGroup):
     """`epmoe bench --ep 4` is `epmoe bench run --ep 4`."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] != "--help"):
             args = ["run", *args]
         return super().parse_args(ctx, args)

@@ -182,9 +182,10 @@ def sweep(
     With several ranks the slowest one's time is a candidate's score, so all ranks choose the same one. Collective.
     """
     scores: dict[str, float] = {}
+    problem = ""
     tried = candidates(setting.ranks * setting.tokens, limit)
     for config in tried:
-        problem, mine = "", float("inf")
+        mine = float("inf")
         try:
             mine = time_chain(VllmExperts(setting, config))
         except (
