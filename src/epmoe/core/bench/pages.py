@@ -1,0 +1,180 @@
+"""The generated Markdown pages: one per result, with its tables and plots, and the index."""
+
+from collections.abc import Mapping, Sequence
+
+from epmoe.core.bench import plots, view
+from epmoe.core.bench.padding import PaddingRow
+from epmoe.core.bench.results import Measured, Point, Result, timed_subjects
+
+_MADE = "<!-- made by `epmoe bench report`: change the results, not this page -->\n"
+
+
+def result_pages(name: str, result: Result, folder: str) -> dict[str, str]:
+    """path -> text: the page of one layer result, and its plots."""
+    subjects = list(dict.fromkeys(n for p in result.points for n in p.subjects))
+    timed = [n for n in subjects if any(n in timed_subjects(p) for p in result.points)]
+    files, pictures = {}, []
+    if timed and result.setting["clock"] == "CUDA events":
+        files[f"{folder}/{name}-floor.svg"] = plots.floor_plot(result)
+        pictures.append(f"![time over floor]({name}-floor.svg)")
+    ours = _last_stage(timed)
+    if ours and len(timed) > 1:
+        files[f"{folder}/{name}-ratio.svg"] = plots.ratio_plot(result, ours)
+        pictures.append(f"![time of {ours} over the others]({name}-ratio.svg)")
+    parts = [
+        f"# {view.title(result)}\n",
+        _MADE,
+        _provenance(result),
+        *(picture + "\n" for picture in pictures),
+        "## Times\n",
+        _times(result, subjects),
+        "## Ratios\n",
+        _ratios(result),
+        _notes(result),
+    ]
+    files[f"{folder}/{name}.md"] = "\n".join(part for part in parts if part)
+    return files
+
+
+def _last_stage(names: Sequence[str]) -> str | None:
+    stages = [name for name in names if name[:1].isdigit()]
+    return stages[-1] if stages else None
+
+
+def _provenance(result: Result) -> str:
+    machine, setting = result.machine, result.setting
+    versions = ", ".join(
+        f"{name} {machine[name]}"
+        for name in ("driver", "torch", "triton", "nccl", "vllm")
+        if machine.get(name)
+    )
+    dirty = " with local changes" if machine["git_dirty"] else ""
+    read = result.ceiling["read_bytes_per_second"] / 1e12
+    copy = result.ceiling["copy_bytes_per_second"] / 1e12
+    return "\n".join(
+        [
+            f"- taken {result.created} at commit `{machine['git_sha'][:12]}`{dirty}: `{result.command}`",
+            f"- {machine['device']}; {versions}; clocks before {_clocks(result, 'before')}, "
+            f"after {_clocks(result, 'after')}",
+            f"- this run read memory at {read:.2f} TB/s and copied at {copy:.2f} TB/s",
+            f"- {setting['blocks']} interleaved blocks of {setting['replays']} replays, {setting['layers']} layers "
+            f"in a chain, {setting['draws']} draws, router: {setting['router']}; clock: {setting['clock']}",
+            "",
+        ]
+    )
+
+
+def _clocks(result: Result, when: str) -> str:
+    found = result.clocks.get(when) or {}
+    words = f"{found.get('sm_mhz')} MHz, {found.get('power_w')} W"
+    return words if found else "not known"
+
+
+def _times(result: Result, subjects: Sequence[str]) -> str:
+    lines = [
+        "| T | active experts | floor, us | " + " | ".join(subjects) + " |",
+        "|---:|---:|---:|" + "---:|" * len(subjects),
+    ]
+    for point in result.points:
+        cells = [_time(point.subjects.get(name)) for name in subjects]
+        active, least = view.active_words(point, result), view.mean_floor(point)
+        lines.append(f"| {point.tokens} | {active} | {least:.1f} | " + " | ".join(cells) + " |")
+    nominal = result.setting["floor_bytes_per_second"] / 1e12
+    note = (
+        f"\nMicroseconds per layer, mean over draws; then time / floor at {nominal:.2f} TB/s [95% interval]; then "
+        "TFLOP/s of the expert products."
+    )
+    return "\n".join([*lines, note, ""])
+
+
+def _time(one: Measured | None) -> str:
+    if one is None:
+        return "-"
+    if one.error is not None or not one.over_floor or one.median_us is None:
+        return "failed"
+    middle, low, high = one.over_floor
+    mode = ", eager" if one.mode == "eager" else ""
+    return f"{one.median_us:.1f}; {middle:.2f} [{low:.2f}, {high:.2f}]; {one.tflops:.1f}{mode}"
+
+
+def _ratios(result: Result) -> str:
+    pairs = list(dict.fromkeys((r.of, r.to) for p in result.points for r in p.ratios))
+    if not pairs:
+        return "There was nothing to compare.\n"
+    lines = [
+        "| time of / time of | " + " | ".join(f"T = {p.tokens}" for p in result.points) + " |",
+        "|---|" + "---:|" * len(result.points),
+    ]
+    for of, to in pairs:
+        lines.append(
+            f"| {of} / {to} | " + " | ".join(_ratio(p, of, to) for p in result.points) + " |"
+        )
+    note = (
+        "\nMedian of per-block ratios [bootstrap 95% interval]; below 1 the first is faster. Bold: the interval "
+        "excludes 1 and the effect is at least 2%."
+    )
+    return "\n".join([*lines, note, ""])
+
+
+def _ratio(point: Point, of: str, to: str) -> str:
+    found = next((r for r in point.ratios if (r.of, r.to) == (of, to)), None)
+    if found is None:
+        return "-"
+    words = f"{found.median:.3f} [{found.low:.3f}, {found.high:.3f}]"
+    return words if found.claim == "no difference" else f"**{words}**"
+
+
+def _notes(result: Result) -> str:
+    notes: dict[str, None] = {}
+    for point in result.points:
+        notes |= {f"- refused: {name}: {why}": None for name, why in point.refused.items()}
+        notes |= {
+            f"- failed at T = {point.tokens}: {name}: {one.error}": None
+            for name, one in point.subjects.items()
+            if one.error
+        }
+    notes |= {f"- not measured: T = {t}: {why}": None for t, why in result.skipped.items()}
+    return "\n".join(["## Not measured\n", *notes, ""]) if notes else ""
+
+
+def padding_pages(
+    name: str, head: Mapping[str, object], rows: Sequence[PaddingRow], folder: str
+) -> dict[str, str]:
+    """path -> text: the padding page and its plot."""
+    stages = list(dict.fromkeys(row.stage for row in rows))
+    lines = [
+        "| EP | routing | T | " + " | ".join(stages) + " |",
+        "|---:|---|---:|" + "---:|" * len(stages),
+    ]
+    for ep, routing, tokens in dict.fromkeys((r.ep, view.routing_words(r), r.tokens) for r in rows):
+        found = {
+            r.stage: r
+            for r in rows
+            if (r.ep, view.routing_words(r), r.tokens) == (ep, routing, tokens)
+        }
+        cells = [view.padding_cell(found[s]) if s in found else "-" for s in stages]
+        lines.append(f"| {ep} | {routing} | {tokens} | " + " | ".join(cells) + " |")
+    most = max(row.ep for row in rows)
+    page = [
+        "# Rows sent and computed against rows needed\n",
+        _MADE,
+        f"Counted by the ledger on CPU ranks ({head['shape']}, {head['draws']} draws each, commit "
+        f"`{str(head['git_sha'])[:12]}`): `{head['command']}`\n",
+        f"![rows computed per row needed at EP {most}]({name}.svg)\n",
+        *lines,
+        "\nRows sent per row needed, then rows computed per row needed.\n",
+    ]
+    return {
+        f"{folder}/{name}.md": "\n".join(page),
+        f"{folder}/{name}.svg": plots.padding_plot(rows, most),
+    }
+
+
+def index(measured: Mapping[str, Result], counted: Mapping[str, object], not_measured: str) -> str:
+    """The list of pages."""
+    lines = [f"- [{view.title(result)}]({name}.md)" for name, result in measured.items()]
+    lines = lines or [f"- times: {not_measured}"]
+    lines += [f"- [rows sent and computed against rows needed]({name}.md)" for name in counted]
+    if not counted:
+        lines.append(f"- padding: {not_measured}")
+    return "\n".join(["# Measurements\n", _MADE, *lines, ""])

@@ -1,0 +1,174 @@
+"""`epmoe bench report`: the ladder table of README and the pages under docs/ladder, from committed JSON alone.
+
+No number is typed: what is not in benchmarks/results says "not measured yet". `--check` compares and changes nothing.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from epmoe.core import registry
+from epmoe.core.bench import padding, pages, results
+from epmoe.core.bench.plots import digest_of
+from epmoe.core.bench.results import Measured, Result
+from epmoe.core.errors import InputError
+
+BEGIN, END = "<!-- ladder:begin -->", "<!-- ladder:end -->"
+RESULTS, LEDGER, PAGES = "benchmarks/results", "ledger-cpu.json", "docs/ladder"
+NOT_MEASURED = "not measured yet"
+LADDER_TOKENS = (1, 8, 128)
+_HEADLINE = {"shape": "glm-5.3-flash", "ep": 4, "dtype": "bfloat16", "routing": "uniform"}
+
+
+def find_root(root: Path | None) -> Path:
+    """The repository: `root`, or where this runs. Raises InputError elsewhere."""
+    places = [root] if root else [Path.cwd(), *Path.cwd().parents]
+    for place in places:
+        if (place / "README.md").is_file() and (place / "stages").is_dir():
+            return place
+    raise InputError(f"no clone of the repository at {places[0]}: run inside one, or give --root")
+
+
+def generate(root: Path, check: bool = False) -> list[str]:
+    """Write what differs, or with `check` only name it. Returns the paths, and files that nobody makes any more."""
+    wanted = everything(root)
+    changed = []
+    for name, text in wanted.items():
+        path = root / name
+        if path.is_file() and _same(path.read_text(), text, name):
+            continue
+        changed.append(name)
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    folder = root / PAGES
+    for path in sorted(folder.glob("*")) if folder.is_dir() else []:
+        name = str(path.relative_to(root))
+        if name not in wanted:
+            changed.append(name)
+            if not check:
+                path.unlink()
+    return changed
+
+
+def _same(held: str, wanted: str, name: str) -> bool:
+    if name.endswith(".svg"):
+        return digest_of(held) == digest_of(wanted)
+    return held == wanted
+
+
+def everything(root: Path) -> dict[str, str]:
+    """path -> text of all that is generated."""
+    measured, counted = read_results(root)
+    stages = registry.names()
+    files = {"README.md": with_table(root / "README.md", ladder(root, stages, measured))}
+    for name, result in measured.items():
+        files |= pages.result_pages(name, result, PAGES)
+    for name, (head, rows) in counted.items():
+        files |= pages.padding_pages(name, head, rows, PAGES)
+    files[f"{PAGES}/index.md"] = pages.index(measured, counted, NOT_MEASURED)
+    return files
+
+
+def read_results(
+    root: Path,
+) -> tuple[dict[str, Result], dict[str, tuple[dict, list[padding.PaddingRow]]]]:
+    """Layer results and padding counts by file name, every one validated."""
+    measured, counted = {}, {}
+    for path in sorted((root / RESULTS).glob("*.json")):
+        if path.name == LEDGER:
+            continue
+        kind = _kind(path)
+        if kind == "layer":
+            measured[path.stem] = results.load(path)
+        elif kind == "padding":
+            counted[path.stem] = padding.load(path)
+    return measured, counted
+
+
+def _kind(path: Path) -> str | None:
+    """What a file says it is; results of other programs lie beside ours and are left alone."""
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    return data.get("kind") if isinstance(data, dict) else None
+
+
+def ladder(root: Path, stages: Sequence[str], measured: Mapping[str, Result]) -> str:
+    """The table, in Markdown."""
+    books = read_ledger(root / RESULTS / LEDGER)
+    sizes = " / ".join(map(str, LADDER_TOKENS))
+    lines = [
+        f"| stage | idea | collectives | host syncs | launches | time / floor at T = {sizes} |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for stage in stages:
+        counts = books.get(stage, [NOT_MEASURED] * 3)
+        cells = [_linked(root, stage), registry.load(stage).summary, *counts]
+        lines.append("| " + " | ".join([*cells, over_floor_words(stage, measured)]) + " |")
+    return "\n".join(lines)
+
+
+def _linked(root: Path, stage: str) -> str:
+    page = f"stages/{stage}/README.md"
+    return f"[{stage}]({page})" if (root / page).is_file() else stage
+
+
+def read_ledger(path: Path) -> dict[str, list[str]]:
+    """stage -> collectives, host syncs and launches of one call on the busiest rank, from `epmoe tour --json`."""
+    if not path.is_file():
+        return {}
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        books: dict[str, list[tuple[int, int, int]]] = {}
+        for row in rows:
+            book = row["ledger"]
+            one = (len(book["collectives"]), book["host_syncs"], book["launches"])
+            books.setdefault(row["stage"], []).append(one)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is not what `epmoe tour --json` writes: {error!r}") from error
+    return {
+        stage: [str(max(column)) for column in zip(*counts, strict=True)]
+        for stage, counts in books.items()
+    }
+
+
+def over_floor_words(stage: str, measured: Mapping[str, Result]) -> str:
+    """time / floor at the ladder's sizes, from the newest headline result that has this stage."""
+    for result in newest_first(measured):
+        found = {p.tokens: p.subjects[stage] for p in result.points if stage in p.subjects}
+        if any(found[t].over_floor for t in LADDER_TOKENS if t in found):
+            return " / ".join(_cell(found.get(t)) for t in LADDER_TOKENS)
+    return NOT_MEASURED
+
+
+def _cell(one: Measured | None) -> str:
+    if one is None or not one.over_floor:
+        return "-"
+    return f"{one.over_floor[0]:.2f}" + (" (eager)" if one.mode == "eager" else "")
+
+
+def newest_first(measured: Mapping[str, Result]) -> list[Result]:
+    """Results that may stand in the ladder: one rank's loopback share of the shape of record, on an H200."""
+    fitting = [
+        result
+        for result in measured.values()
+        if "H200" in result.machine["device"]
+        and result.setting["loopback"]
+        and {
+            "shape": result.setting["shape"]["name"],
+            **{k: result.setting[k] for k in ("ep", "dtype", "routing")},
+        }
+        == _HEADLINE
+    ]
+    return sorted(fitting, key=lambda result: result.created, reverse=True)
+
+
+def with_table(readme: Path, table: str) -> str:
+    """README's text with the table between its markers. Raises InputError where they are missing."""
+    text = readme.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise InputError(f"{readme}: put {BEGIN} and {END}, once each, around the ladder table")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
