@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from epmoe.core.cases import Case
-from epmoe.core.conformance import graph_program
+from epmoe.core.conformance import graph_program, soak_program
 from epmoe.core.shape import MoEShape
+from epmoe.core.verify import tolerance
 
 USUAL = MoEShape(hidden=64, intermediate=96, experts=8, topk=2)
 RANKS = [1, 2, 4]
@@ -28,6 +29,20 @@ def test_7C_replays_with_other_routing(stage, gpu_run, capabilities, ranks, dtyp
         case = Case(stage=stage, shape=USUAL, tokens=tokens, kind=kind, dtype=dtype, capacity=8)
         for rows in gpu_run(graph_program.graph_replays, case):
             assert all(row is None or row.right for row in rows), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_thousand_replays(stage, gpu_run, capabilities, ranks, dtype):
+    """1,000 replays, each with fresh tokens and routing of every kind, ranks idle at times; some held to eager bits."""
+    _offered(capabilities)
+    case = Case(stage=stage, shape=USUAL, tokens=((8,) * ranks,), dtype=dtype, capacity=8)
+    for found in gpu_run(soak_program.soak, case, 1000, timeout=240.0):
+        assert found.replays == 1000
+        assert found.error <= tolerance(dtype), found
+        assert found.unlike_eager == 0, found
 
 
 @pytest.mark.gpu
