@@ -1,0 +1,307 @@
+"""Results validate against themselves; README's ladder and docs/ladder follow from committed files alone."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from epmoe.core.bench import padding, plots, report
+from epmoe.core.bench.results import (
+    DrawRecord,
+    Measured,
+    Point,
+    Ratio,
+    Result,
+    load,
+    ratios_of,
+    summarise,
+    timed_subjects,
+    validate,
+)
+from epmoe.core.errors import InputError
+
+ROOT = Path(__file__).resolve().parent.parent
+GATES = {"oracle_error": 1e-3, "oracle_limit": 1e-2}
+
+
+def example(
+    device="NVIDIA H200", created="2026-01-02T00:00:00+00:00", speed=1.0, tokens=(1, 8, 128)
+):
+    """A result with two draws and made-up times: stage 02 at 1.2, the opponent at 1.3 of the floor."""
+    result = Result(
+        created=created,
+        command="epmoe bench --loopback",
+        machine={
+            "git_sha": "0123456789abcdef",
+            "git_dirty": False,
+            "device": device,
+            "driver": "1",
+            "torch": "2.13",
+            "triton": "3.7",
+            "nccl": None,
+            "vllm": None,
+        },
+        setting={
+            "shape": {
+                "name": "glm-5.3-flash",
+                "hidden": 4096,
+                "intermediate": 2048,
+                "experts": 288,
+                "topk": 8,
+            },
+            "ep": 4,
+            "loopback": True,
+            "rank": 0,
+            "transport": "loopback",
+            "dtype": "bfloat16",
+            "seed": 0,
+            "routing": "uniform",
+            "layers": 4,
+            "draws": 2,
+            "blocks": 4,
+            "replays": 50,
+            "router": "torch",
+            "clock": "CUDA events",
+            "floor_bytes_per_second": 4.4e12,
+        },
+        ceiling={"read_bytes_per_second": 4.18e12, "copy_bytes_per_second": 4.27e12},
+        clocks={"before": {"sm_mhz": "1980", "power_w": "100"}, "after": {}},
+    )
+    for t in tokens:
+        floors = [60.0 + t, 80.0 + t]
+        draws = [
+            DrawRecord(seed=d, active=[5 + d, 7], assignments=[8 * t, 9], floor_us=floors[d])
+            for d in range(2)
+        ]
+        subjects = {}
+        for name, factor in (("02_fixed_capacity", 1.2 * speed), ("grouped_mm", 1.3)):
+            samples = [factor * floors[b % 2] * (1 + 0.001 * b) for b in range(4)]
+            subjects[name] = Measured(
+                mode="graph",
+                replays=50,
+                samples_us=samples,
+                gates=GATES,
+                **summarise(samples, draws, result),
+            )
+        subjects["broken"] = Measured(mode="none", error="GateError: wrong")
+        point = Point(
+            tokens=t, draws=draws, subjects=subjects, ratios=[], refused={"vllm-tuned": "no vLLM"}
+        )
+        point.ratios.extend(ratios_of(timed_subjects(point)))
+        result.points.append(point)
+    return result
+
+
+def test_a_result_survives_the_disk(tmp_path):
+    result = example()
+    assert validate(result) == []
+    result.save(tmp_path / "r.json")
+    assert load(tmp_path / "r.json") == result
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_numbers_follow_from_the_samples():
+    one = example().points[0].subjects["02_fixed_capacity"]
+    assert one.over_floor[0] == pytest.approx(1.2 * 1.0015, rel=1e-3)
+    assert one.over_ceiling[0] == pytest.approx(one.over_floor[0] * 4.18 / 4.4)
+    assert one.median_us == pytest.approx(1.2 * 71, rel=1e-2)
+    # loopback counts the played rank alone: 8 assignments of 6 H I operations
+    assert one.tflops == pytest.approx(6 * 4096 * 2048 * 8 / one.median_us / 1e6)
+
+
+def _change(point: Point, **changes) -> Point:
+    return dataclasses.replace(point, **changes)
+
+
+def _with_subject(result, **changes):
+    point = result.points[0]
+    one = dataclasses.replace(point.subjects["02_fixed_capacity"], **changes)
+    result.points[0] = _change(point, subjects={**point.subjects, "02_fixed_capacity": one})
+
+
+def _shift(result):
+    samples = result.points[0].subjects["02_fixed_capacity"].samples_us
+    _with_subject(result, samples_us=[0.9 * s for s in samples])
+
+
+def _claim(result):
+    point = result.points[0]
+    result.points[0] = _change(point, ratios=[dataclasses.replace(point.ratios[0], claim="slower")])
+
+
+def _timed_failure(result):
+    point = result.points[0]
+    bad = dataclasses.replace(point.subjects["broken"], median_us=1.0)
+    result.points[0] = _change(point, subjects={**point.subjects, "broken": bad})
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "words"),
+    [
+        (lambda r: r.machine.pop("git_sha"), "machine has no git_sha"),
+        (lambda r: r.setting.pop("seed"), "setting has no seed"),
+        (lambda r: r.points.clear(), "no point"),
+        (lambda r: r.ceiling.clear(), "ceiling"),
+        (lambda r: setattr(r, "schema", 99), "schema is 99"),
+        (lambda r: setattr(r, "command", ""), "command is empty"),
+        (_shift, "median_us does not follow from the samples"),
+        (_claim, "the file claims slower"),
+        (_timed_failure, "has a time although it failed"),
+        (lambda r: _with_subject(r, gates={}), "no time without a passed gate"),
+        (
+            lambda r: _with_subject(r, gates={"oracle_error": 1.0, "oracle_limit": 0.1}),
+            "no time without a passed gate",
+        ),
+        (lambda r: r.points[0].ratios.clear(), "the times ask for"),
+    ],
+)
+def test_a_result_that_was_touched_is_refused(tmp_path, sabotage, words):
+    result = example()
+    sabotage(result)
+    assert any(words in problem for problem in validate(result)), validate(result)
+    result.save(tmp_path / "r.json")
+    with pytest.raises(InputError, match="not valid"):
+        load(tmp_path / "r.json")
+
+
+def test_what_is_no_result_is_named(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text('{"a": 1}')
+    with pytest.raises(InputError, match=r"r\.json is no benchmark result"):
+        load(path)
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A repository with a README and one result."""
+    (tmp_path / "stages").mkdir()
+    text = f"# epmoe\n\n{report.BEGIN}\n{report.END}\n\nafter\n"
+    (tmp_path / "README.md").write_text(text)
+    example().save(tmp_path / report.RESULTS / "h200.json")
+    return tmp_path
+
+
+def ladder_rows(root):
+    rows = re.findall(r"^\| *(?:\[)?(\d\d_\w+).*$", (root / "README.md").read_text(), re.M)
+    lines = (root / "README.md").read_text().splitlines()
+    return {name: next(line for line in lines if name in line) for name in rows}
+
+
+def test_report_writes_once_and_then_has_nothing_to_do(clone):
+    wrote = report.generate(clone)
+    assert "README.md" in wrote
+    assert f"{report.PAGES}/h200.md" in wrote
+    assert f"{report.PAGES}/h200-floor.svg" in wrote
+    assert report.generate(clone) == []
+    assert report.generate(clone, check=True) == []
+    assert (clone / "README.md").read_text().endswith("\nafter\n")
+
+
+def test_ladder_takes_numbers_from_files_alone(clone):
+    ledger = {"collectives": ["all_to_all"] * 2, "host_syncs": 0, "launches": 41}
+    rows = [{"stage": "02_fixed_capacity", "rank": r, "ledger": ledger} for r in range(2)]
+    (clone / report.RESULTS / report.LEDGER).write_text(json.dumps({"rows": rows}))
+    report.generate(clone)
+    found = ladder_rows(clone)
+    assert found["02_fixed_capacity"].endswith("| 2 | 0 | 41 | 1.20 / 1.20 / 1.20 |")
+    assert found["01_variable_a2a"].endswith(f"| {report.NOT_MEASURED} |")
+    assert "1.2" not in found["01_variable_a2a"]
+
+
+def test_ladder_prefers_the_newest_and_takes_no_other_machine(clone):
+    folder = clone / report.RESULTS
+    example(created="2026-03-01T00:00:00+00:00", speed=0.9).save(folder / "newer.json")
+    example(device="cpu", created="2027-01-01T00:00:00+00:00", speed=0.1).save(folder / "cpu.json")
+    report.generate(clone)
+    assert "1.08 / 1.08 / 1.08" in ladder_rows(clone)["02_fixed_capacity"]
+
+
+@pytest.mark.parametrize(
+    "touched", ["README.md", "docs/ladder/h200.md", "docs/ladder/h200-floor.svg"]
+)
+def test_check_notices_what_is_stale_and_changes_nothing(clone, touched):
+    report.generate(clone)
+    path = clone / touched
+    text = path.read_text()
+    path.write_text(text.replace(report.END, "x" + report.END) if "README" in touched else "old\n")
+    before = path.read_text()
+    assert report.generate(clone, check=True) == [touched]
+    assert path.read_text() == before
+    assert report.generate(clone) == [touched]
+    assert path.read_text() == text
+
+
+def test_a_new_result_makes_pages_stale_and_an_old_page_goes(clone):
+    report.generate(clone)
+    example(speed=1.1).save(clone / report.RESULTS / "h200.json")
+    stale = report.generate(clone, check=True)
+    assert set(stale) == {
+        "README.md",
+        *(f"docs/ladder/h200{end}" for end in (".md", "-floor.svg", "-ratio.svg")),
+    }
+    (clone / report.RESULTS / "h200.json").unlink()
+    report.generate(clone)
+    assert not (clone / "docs/ladder/h200.md").exists()
+    assert report.NOT_MEASURED in (clone / "docs/ladder/index.md").read_text()
+
+
+def test_failures_and_refusals_are_on_the_page(clone):
+    report.generate(clone)
+    page = (clone / "docs/ladder/h200.md").read_text()
+    assert "failed at T = 1: broken: GateError: wrong" in page
+    assert "refused: vllm-tuned: no vLLM" in page
+    assert "**0.923 [" in page  # 1.2 / 1.3, a claim
+    assert "epmoe bench --loopback" in page
+
+
+def test_readme_needs_its_markers(clone):
+    (clone / "README.md").write_text("# epmoe\n")
+    with pytest.raises(InputError, match="ladder:begin"):
+        report.generate(clone)
+
+
+def test_a_ratio_reads_both_ways():
+    stored = [Ratio(of="a", to="b", median=0.8, low=0.5, high=1.0, claim="no difference")]
+    assert plots.against(stored, "a") == {"b": (0.8, 0.5, 1.0)}
+    assert plots.against(stored, "b") == {"a": (1.25, 1.0, 2.0)}
+
+
+def test_padding_is_counted_in_real_runs(tmp_path, clone):
+    from epmoe.core.bench.workload import Routing
+
+    routings = [Routing(), Routing(kind="one_rank")]
+    rows = padding.sweep(["00", "01", "02"], "tiny", [1, 4], [2], routings, 2)
+    assert len(rows) == 12
+    by = {(r.stage[:2], r.tokens, r.routing): r for r in rows}
+    assert by["00", 4, "uniform"].rows_sent == 8  # every token to the one other rank
+    assert by["02", 4, "uniform"].rows_sent == 8
+    assert by["01", 4, "uniform"].rows_computed == 2 * 4 * 4  # exactly T * K on each of two ranks
+    assert by["02", 4, "uniform"].rows_computed > by["01", 4, "uniform"].rows_computed
+    # all experts on rank 1: rank 0 sends T tokens as K assignments each, or once; nothing comes the other way
+    assert by["01", 4, "one_rank"].rows_sent == 4 * 4
+    assert by["01", 4, "one_rank"].rows_sent_needed == 4
+    path = clone / report.RESULTS / "padding.json"
+    padding.save(path, rows, "tiny", 2, "epmoe bench padding")
+    assert padding.load(path)[1] == rows
+    report.generate(clone)
+    assert "| 2 | uniform | 4 |" in (clone / "docs/ladder/padding.md").read_text()
+    assert report.generate(clone, check=True) == []
+
+
+def test_impossible_padding_counts_are_refused(tmp_path):
+    row = padding.PaddingRow(
+        stage="02_fixed_capacity", tokens=1, ep=2, routing="uniform", skew=None, rows_sent=1.0,
+        rows_sent_needed=2.0, rows_computed=4.0, rows_computed_needed=4.0, wire_bytes=1.0,
+    )  # fmt: skip
+    padding.save(tmp_path / "p.json", [row], "tiny", 1, "x")
+    with pytest.raises(InputError, match="sent fewer rows"):
+        padding.load(tmp_path / "p.json")
+
+
+def test_committed_results_are_valid_and_say_where_they_come_from():
+    measured, _ = report.read_results(ROOT)
+    for name, result in measured.items():
+        assert validate(result) == [], name
+        assert re.fullmatch(r"[0-9a-f]{40}", result.machine["git_sha"]), name
