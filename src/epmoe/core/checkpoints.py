@@ -144,7 +144,9 @@ def hidden_states(path: str | Path, layer: int, text: str, max_tokens: int = 102
     info = inspect(path)
     _moe_stem(info, family_of(info.architecture), layer)
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # a bar for a few megabytes only disturbs the caller's own
     ids_1T = _token_ids(info.path, text, max_tokens)
     model = AutoModelForCausalLM.from_pretrained(info.path, dtype=torch.float32).eval()
     seen: list[Tensor] = []

@@ -75,7 +75,7 @@ SHAPES: dict[str, MoEShape] = {
             topk=4,
             shared_intermediate=64,
             router=RouterConfig(scoring="sigmoid", renormalize=True, scale=1.5),
-            layers=3,
+            layers=4,
         ),
         MoEShape(
             name="glm-5.3-flash",
