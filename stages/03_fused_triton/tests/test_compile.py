@@ -26,6 +26,7 @@ def jobs(limit: int) -> dict:
         choose,
         dispatch,
         gemm,
+        gemm_kernels,
         metadata,
         reduce,
         router,
@@ -45,25 +46,29 @@ def jobs(limit: int) -> dict:
         warps, stages = meta.pop("num_warps"), meta.pop("num_stages")
         meta |= {"H": H, "I": I, "K": K, "TMA": config.tma}
         w = f"tensordesc<bf16[{config.block_n}, {config.block_k}]>" if config.tma else "*bf16"
+        meta["TMA_ROWS"] = config.tma_rows
+        rows = "x_ptr" if which == "gate_up" else "h_ptr"
+        if config.tma_rows:
+            meta[rows] = f"tensordesc<bf16[{config.block_m}, {config.block_k}]>"
+            meta["rest_ptr"] = (
+                f"tensordesc<bf16[{config.block_r or config.block_m}, {config.block_k}]>"
+            )
         if which == "gate_up":
             meta |= {"w_ptr": w, "ITEMS": row.items}
-            return gemm.gate_up_kernel, meta, warps, stages
-        meta["TMA_ROWS"] = config.tma_rows
-        if config.tma_rows:
-            meta["h_ptr"] = f"tensordesc<bf16[{config.block_m}, {config.block_k}]>"
+            return gemm_kernels.gate_up_kernel, meta, warps, stages
         meta |= {
             "w_ptr": w,
             "WORDS": row.words,
             "WEIGHT_WORD": row.weight_word,
         }
-        return gemm.down_kernel, meta, warps, stages
+        return gemm_kernels.down_kernel, meta, warps, stages
 
     pack = {**place, **rule, "ROUTE": True, "KEEP": True, "EP": EP, "DESTS": 1, "BLOCK_H": 4096}
     return {
         "route": (router._route_kernel, rule, 1, 1),
         "route_pack": (dispatch._route_pack_kernel, pack, 4, 1),
         "prepare": (dispatch._prepare_kernel, {**place, "BLOCK_H": 4096, "BLOCK_K": 8}, 4, 1),
-        "group": (metadata._group_kernel, {**ids, "BLOCK_M": 16, "BLOCK_S": 16, "BLOCK_N": 1024}, 8, 1),
+        "group": (metadata._group_kernel, {**ids, "BLOCK_M": 16, "BLOCK_S": 16, "BLOCK_N": 2048, "BLOCK_C": 4096}, 8, 1),
         "count": (metadata._count_kernel, {**ids, "BLOCK": 256}, 4, 1),
         "place": (
             metadata._place_kernel, {**ids, "BLOCK_M": 128, "BLOCK": 256, "SUB": 128, "ROWS": 128}, 8, 1,
@@ -71,6 +76,9 @@ def jobs(limit: int) -> dict:
         "gate_up_decode": gemm_job("gate_up", 8),
         "gate_up_swap_tma": gemm_job("gate_up", 8, swap_ab=True, tma=True, block_n=64, block_k=64),
         "gate_up_prefill": gemm_job("gate_up", 16384),
+        "gate_up_prefill_rest": gemm_job("gate_up", 65536, tma=True, tma_rows=True, block_m=128, block_r=64, num_stages=3, block_k=32),
+        "down_prefill_rest": gemm_job("down", 65536, tma=True, tma_rows=True, block_m=128, block_r=64, num_stages=3, block_k=32),
+        "gather": (dispatch._gather_kernel, {**place, "ROWS": 4, "BLOCK_H": 2048}, 4, 1),
         "down_decode": gemm_job("down", 8),
         "down_prefill_tma": gemm_job("down", 16384, tma=True, tma_rows=True),
         "reduce": (reduce._reduce_kernel, {**place, "BLOCK_H": 512}, 4, 1),
@@ -98,6 +106,7 @@ def argument_type(name: str) -> str:
         "recv_x_ptr",
         "h_ptr",
         "w_ptr",
+        "rest_ptr",
         "y_ptr",
     )
     return "*fp32" if name in floats else "*bf16" if name in halves else "*i32"

@@ -26,7 +26,7 @@ from epmoe.fused_triton.kernels.config import (
     choose,
     config_space,
 )
-from epmoe.fused_triton.kernels.dispatch import prepare_rows, route_and_pack
+from epmoe.fused_triton.kernels.dispatch import gather_rows, prepare_rows, route_and_pack
 from epmoe.fused_triton.kernels.gemm import down, gate_up
 from epmoe.fused_triton.kernels.layout import RowLayout, RowViews, row_bytes
 from epmoe.fused_triton.kernels.metadata import ExpertTiles, group_slots, make_tiles, max_tiles
@@ -44,6 +44,7 @@ __all__ = [
     "choose",
     "config_space",
     "down",
+    "gather_rows",
     "gate_up",
     "group_slots",
     "make_tiles",

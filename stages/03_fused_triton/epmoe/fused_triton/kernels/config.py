@@ -22,7 +22,9 @@ class GemmConfig:
         group_m: row tiles that share a column of weights while it is in L2.
         swap_ab: weights are the left operand, so the tensor core's 64-row side is never empty at tiny M.
         tma: weights come through the tensor memory accelerator (needs 16-byte row strides).
-        tma_rows: so do the activations of `down`, whose rows lie side by side in expert-major order.
+        tma_rows: so do the rows: in `down` they lie side by side already, in `gate_up` they are copied so first.
+        block_r: rows of a second, smaller tile below the first: 128 + 64 covers 192 rows, which is no power of two
+            (needs tma_rows).
         waves: programs per multiprocessor of a persistent grid; 0 starts one program per tile.
     """
 
@@ -36,6 +38,7 @@ class GemmConfig:
     tma: bool = False
     tma_rows: bool = False
     waves: int = 0
+    block_r: int = 0
 
     def __post_init__(self):
         for name in ("block_m", "block_n", "block_k"):
@@ -48,11 +51,20 @@ class GemmConfig:
         need(
             self.num_warps in (1, 2, 4, 8, 16), f"num_warps={self.num_warps}: use 1, 2, 4, 8 or 16"
         )
+        need(
+            self.block_r == 0 or (self.tma_rows and self.block_r in (16, 32, 64, 128)),
+            f"block_r={self.block_r}: use 0, or with tma_rows one of 16, 32, 64, 128",
+        )
         need(self.group_m >= 1, f"group_m={self.group_m}: at least 1")
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile: block_m and block_r."""
+        return self.block_m + self.block_r
 
     def shared_bytes(self, weight_tiles: int, itemsize: int) -> int:
         """Shared memory of the pipeline, in bytes; weight_tiles is 2 for gate_up and 1 for down."""
-        rows = self.block_m + weight_tiles * self.block_n
+        rows = self.tile_rows + weight_tiles * self.block_n
         return self.num_stages * rows * self.block_k * itemsize
 
     def to_dict(self) -> dict:
@@ -69,14 +81,14 @@ class LayerConfig:
 
     def __post_init__(self):
         need(
-            self.gate_up.block_m == self.down.block_m,
-            f"gate_up.block_m={self.gate_up.block_m} but down.block_m={self.down.block_m}: use one value",
+            self.gate_up.tile_rows == self.down.tile_rows,
+            f"gate_up.block_m={self.gate_up.tile_rows} but down.block_m={self.down.tile_rows}: use one value",
         )
 
     @property
     def block_m(self) -> int:
-        """Rows of a tile."""
-        return self.gate_up.block_m
+        """Rows of a tile: what the tile list is made with."""
+        return self.gate_up.tile_rows
 
 
 @dataclass(frozen=True)

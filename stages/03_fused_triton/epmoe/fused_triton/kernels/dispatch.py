@@ -21,12 +21,13 @@ from epmoe.fused_triton.kernels._checks import (
     need_shape,
     power_of_two,
 )
-from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
+from epmoe.fused_triton.kernels._launch import launch, multiprocessors, pdl_start_next, pdl_wait
 from epmoe.fused_triton.kernels.layout import RowViews
+from epmoe.fused_triton.kernels.metadata import ExpertTiles
 from epmoe.fused_triton.kernels.router import RouterRule, check_logits, select_experts
 
 _MAX_BLOCK_H = 4096
-_WARPS = 4
+_WARPS = 1  # the router's reductions then need no barrier
 
 
 @triton.jit
@@ -207,3 +208,53 @@ def prepare_rows(
         BLOCK_H=power_of_two(min(hidden, _MAX_BLOCK_H)), BLOCK_K=power_of_two(topk), num_warps=4, pdl=pdl,
     )  # fmt: skip
     return x_RH, ids_RK, weights_RK
+
+
+@triton.jit
+def _gather_kernel(
+    recv_x_ptr, x_ptr, sorted_ptr, offsets_ptr, E_LOCAL,
+    H: tl.constexpr, K: tl.constexpr, ITEMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """x[p] = the received row of the slot at position p. Toy, rank 0: rows 0 3 0 1 for slots 0 6 1 2."""
+    pdl_wait(PDL)
+    pdl_start_next(PDL)
+    assignments = tl.load(offsets_ptr + E_LOCAL)
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    for first in tl.range(tl.program_id(0) * ROWS, assignments, tl.num_programs(0) * ROWS):
+        p = first + tl.arange(0, ROWS)
+        slots = tl.load(sorted_ptr + p, mask=p < assignments, other=0)
+        mask = (p < assignments)[:, None] & (offs_h < H)[None, :]
+        rows = (slots // K).to(tl.int64)[:, None] * ITEMS + offs_h[None, :]
+        x = tl.load(recv_x_ptr + rows, mask=mask, other=0.0)
+        tl.store(x_ptr + p.to(tl.int64)[:, None] * H + offs_h[None, :], x, mask=mask)
+
+
+def gather_rows(
+    rows: RowViews, tiles: ExpertTiles, scratch: Tensor | None, *, pdl: bool = False
+) -> Tensor:
+    """Copy the rows of all local assignments side by side, in expert-major order, for GEMMs that load them by TMA.
+
+    It pays with many rows per expert: one copy, against a gather by every column block of the GEMM.
+
+    Args:
+        scratch: contiguous, any dtype, room for N * H values of the rows' dtype; None allocates.
+
+    Returns:
+        x_NH [N, H], a view of `scratch`; positions at and after offsets[-1] stay unwritten.
+    """
+    layout, slots, dtype = rows.layout, tiles.sorted_slots.shape[0], rows.hidden.dtype
+    size = slots * layout.hidden * dtype.itemsize
+    if scratch is None:
+        scratch = torch.empty(size, dtype=torch.uint8, device=rows.hidden.device)
+    need_contiguous(scratch=scratch)
+    need(scratch.nbytes >= size, f"scratch has {scratch.nbytes} bytes: {size} are needed")
+    x_NH = scratch.view(-1).view(torch.uint8)[:size].view(dtype).view(slots, layout.hidden)
+    block_h = power_of_two(min(layout.hidden, 2048))
+    programs = min(-(-slots // 4), 8 * multiprocessors(rows.hidden.device))
+    launch(
+        _gather_kernel, (programs, -(-layout.hidden // block_h)),
+        rows.hidden, x_NH, tiles.sorted_slots, tiles.offsets, tiles.offsets.shape[0] - 1,
+        H=layout.hidden, K=layout.topk, ITEMS=layout.items, ROWS=4, BLOCK_H=block_h, num_warps=4, pdl=pdl,
+    )  # fmt: skip
+    return x_NH

@@ -24,7 +24,8 @@ from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
 from epmoe.fused_triton.kernels.layout import RowViews
 
 SMALL_SLOTS = 8192
-_BLOCK = 256  # slots of a program on the large path
+_BLOCK = 256  # slots of a program on the large path, up to _BLOCKS of them; then four times as many
+_BLOCKS = 256
 _LANES = 16384  # (slot, expert) or (block, expert) pairs looked at at once there
 _INT32_MAX = 2**31 - 1
 
@@ -59,6 +60,11 @@ def max_tiles(slots: int, local_experts: int, block_m: int) -> int:
     return min(slots, (slots + active * (block_m - 1)) // block_m)
 
 
+def _block(slots: int) -> int:
+    """Slots of a program on the large path: every program reads the counts of all blocks, so there must not be too many."""
+    return _BLOCK if slots <= _BLOCK * _BLOCKS else 4 * _BLOCK
+
+
 def _bins(local_experts: int) -> int:
     return power_of_two(local_experts + 1, 64)
 
@@ -76,7 +82,7 @@ def make_tiles(
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    blocks = -(-slots // _BLOCK) if slots > SMALL_SLOTS else 0
+    blocks = -(-slots // _block(slots)) if slots > SMALL_SLOTS else 0
     return ExpertTiles(
         offsets=ints(local_experts + 1),
         sorted_slots=ints(slots),
@@ -132,7 +138,7 @@ def write_tiles(
 def _group_kernel(
     ids_ptr, offsets_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr, N, PROGRAMS, max_entries,
     E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The last program counts experts and lists tiles; program p places slots p * BLOCK_S on. Slot 6: place 1."""
     pdl_wait(PDL)
@@ -140,8 +146,9 @@ def _group_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     if tl.program_id(0) == PROGRAMS:
         counts = tl.zeros([BINS], tl.int32)
-        for n in range(0, N, BLOCK_N):
-            expert = slot_experts(ids_ptr, n + offs_n, N, E_LOCAL, K, WORDS, ID_WORD)
+        offs_c = tl.arange(0, BLOCK_C)
+        for n in range(0, N, BLOCK_C):
+            expert = slot_experts(ids_ptr, n + offs_c, N, E_LOCAL, K, WORDS, ID_WORD)
             counts += tl.histogram(expert, BINS)
         write_tiles(
             counts, offsets_ptr, tiles_ptr, num_tiles_ptr, max_entries, E_LOCAL, BINS, BLOCK_M
@@ -241,7 +248,8 @@ def group_slots(
         programs = -(-slots // block_s)
         launch(
             _group_kernel, (programs + 1,), rows.ints, *found, slots, programs, entries, **ids, BLOCK_M=out.block_m,
-            BLOCK_S=block_s, BLOCK_N=power_of_two(min(slots, 1024), 16), num_warps=4 if slots <= 512 else 8, pdl=pdl,
+            BLOCK_S=block_s, BLOCK_N=power_of_two(min(slots, 2048), 16), BLOCK_C=power_of_two(min(slots, 4096), 16),
+            num_warps=4 if slots <= 512 else 8, pdl=pdl,
         )  # fmt: skip
         return out
     blocks = out.counts.shape[0]
@@ -252,12 +260,12 @@ def group_slots(
         out.counts,
         slots,
         **ids,
-        BLOCK=_BLOCK,
+        BLOCK=_block(slots),
         num_warps=4,
         pdl=pdl,
     )
     launch(
         _place_kernel, (blocks,), rows.ints, out.counts, *found, slots, blocks, entries, **ids, BLOCK_M=out.block_m,
-        BLOCK=_BLOCK, SUB=max(16, _LANES // ids["BINS"]), ROWS=max(1, _LANES // ids["BINS"]), num_warps=8, pdl=pdl,
+        BLOCK=_block(slots), SUB=max(16, _LANES // ids["BINS"]), ROWS=max(1, _LANES // ids["BINS"]), num_warps=8, pdl=pdl,
     )  # fmt: skip
     return out
