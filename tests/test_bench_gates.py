@@ -1,5 +1,6 @@
 """Gates of `epmoe bench`: a wrong subject gets an error, never a time."""
 
+import pytest
 import torch
 
 from epmoe.core.bench.chains import Chain
@@ -17,8 +18,6 @@ from epmoe.core.launch import launch
 from epmoe.core.placement import contiguous
 from epmoe.core.routing import route
 from epmoe.core.shape import SHAPES
-
-import pytest  # isort: skip
 
 TINY = SHAPES["tiny"]
 CONFIG = Config(shape="tiny", ep=2, loopback=True, tokens=(5,), draws=2, layers=2, rows=3)
@@ -171,8 +170,10 @@ def test_the_router_is_the_same_for_all_and_named():
     assert name == "torch"
     logits = torch.randn(3, 32)
     assert torch.equal(router(logits, None)[0], route(logits, TINY.router, 4)[0])
-    with pytest.raises(InputError, match="no router kernel"):
+    with pytest.raises(InputError, match="are for GPUs"):
         make_router("02", TINY, torch.device("cpu"))
+    with pytest.raises(InputError, match="no router kernel"):
+        make_router("02", TINY, torch.device("cuda"))
 
 
 def test_a_draw_without_work_for_the_rank_is_refused():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epmoe.core.bench import padding, plots, report
+from epmoe.core.bench import plots, report
 from epmoe.core.bench.results import (
     DrawRecord,
     Measured,
@@ -29,7 +29,7 @@ GATES = {"oracle_error": 1e-3, "oracle_limit": 1e-2}
 def example(
     device="NVIDIA H200", created="2026-01-02T00:00:00+00:00", speed=1.0, tokens=(1, 8, 128)
 ):
-    """A result with two draws and made-up times: stage 02 at 1.2, the opponent at 1.3 of the floor."""
+    """A result with two draws and made-up times: the stage at 1.2, the opponent at 1.3 of the floor."""
     result = Result(
         created=created,
         command="epmoe bench --loopback",
@@ -266,38 +266,6 @@ def test_a_ratio_reads_both_ways():
     stored = [Ratio(of="a", to="b", median=0.8, low=0.5, high=1.0, claim="no difference")]
     assert plots.against(stored, "a") == {"b": (0.8, 0.5, 1.0)}
     assert plots.against(stored, "b") == {"a": (1.25, 1.0, 2.0)}
-
-
-def test_padding_is_counted_in_real_runs(tmp_path, clone):
-    from epmoe.core.bench.workload import Routing
-
-    routings = [Routing(), Routing(kind="one_rank")]
-    rows = padding.sweep(["00", "01", "02"], "tiny", [1, 4], [2], routings, 2)
-    assert len(rows) == 12
-    by = {(r.stage[:2], r.tokens, r.routing): r for r in rows}
-    assert by["00", 4, "uniform"].rows_sent == 8  # every token to the one other rank
-    assert by["02", 4, "uniform"].rows_sent == 8
-    assert by["01", 4, "uniform"].rows_computed == 2 * 4 * 4  # exactly T * K on each of two ranks
-    assert by["02", 4, "uniform"].rows_computed > by["01", 4, "uniform"].rows_computed
-    # all experts on rank 1: rank 0 sends T tokens as K assignments each, or once; nothing comes the other way
-    assert by["01", 4, "one_rank"].rows_sent == 4 * 4
-    assert by["01", 4, "one_rank"].rows_sent_needed == 4
-    path = clone / report.RESULTS / "padding.json"
-    padding.save(path, rows, "tiny", 2, "epmoe bench padding")
-    assert padding.load(path)[1] == rows
-    report.generate(clone)
-    assert "| 2 | uniform | 4 |" in (clone / "docs/ladder/padding.md").read_text()
-    assert report.generate(clone, check=True) == []
-
-
-def test_impossible_padding_counts_are_refused(tmp_path):
-    row = padding.PaddingRow(
-        stage="02_fixed_capacity", tokens=1, ep=2, routing="uniform", skew=None, rows_sent=1.0,
-        rows_sent_needed=2.0, rows_computed=4.0, rows_computed_needed=4.0, wire_bytes=1.0,
-    )  # fmt: skip
-    padding.save(tmp_path / "p.json", [row], "tiny", 1, "x")
-    with pytest.raises(InputError, match="sent fewer rows"):
-        padding.load(tmp_path / "p.json")
 
 
 def test_committed_results_are_valid_and_say_where_they_come_from():

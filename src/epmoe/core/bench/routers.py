@@ -31,6 +31,8 @@ def make_router(name: str, shape: MoEShape, device: torch.device) -> tuple[Route
         return (lambda logits_TE, bias_E: route(logits_TE, shape.router, shape.topk, bias_E)), (
             "torch"
         )
+    if device.type != "cuda":
+        raise InputError(f"router={name!r}: stages' router kernels are for GPUs, here use 'torch'")
     if name != "auto":
         return _stage_router(name, shape)
     for stage in reversed(registry.names()):
