@@ -22,6 +22,8 @@ class Capabilities:
         deterministic: the same inputs give the same bits, call after call.
         batch_invariant: a token's result does not depend, bit for bit, on who shares its batch.
         max_tokens, max_topk, max_experts: T per rank, K, E.
+        interpreted_on_cpu: kernels run through an interpreter there: as right, and a thousand times slower. The
+            suite leaves its large checks to a GPU then.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,6 +38,7 @@ class Capabilities:
     max_tokens: int | None = None
     max_topk: int | None = None
     max_experts: int | None = None
+    interpreted_on_cpu: bool = False
 
     def reasons_against(self, spec: "Spec") -> list[str]:
         """Every reason why `spec` cannot be served, in words; an empty list when it can."""
@@ -58,7 +61,11 @@ class Capabilities:
             )
             if asked is not None and limit is not None and asked > limit
         ]
-        if spec.device == "cpu" and spec.dtype and spec.dtype not in (self.cpu_dtypes or self.dtypes):
+        if (
+            spec.device == "cpu"
+            and spec.dtype
+            and spec.dtype not in (self.cpu_dtypes or self.dtypes)
+        ):
             reasons.append(f"dtype {spec.dtype} does not work on a CPU")
         if self.min_arch and spec.arch and spec.arch < self.min_arch:
             reasons.append(f"compute capability {spec.arch} is below {self.min_arch}")

@@ -36,6 +36,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skips with its reason elsewhere")
+    config.addinivalue_line(
+        "markers", "large: many rows or calls; skips where kernels are interpreted"
+    )
 
 
 def pytest_generate_tests(metafunc):
@@ -105,8 +108,16 @@ def capabilities(stage: str) -> Capabilities:
 
 
 @pytest.fixture
-def run(pool: RankPool, capabilities: Capabilities) -> Callable[..., list[Any]]:
+def interpreted(pool: RankPool, capabilities: Capabilities) -> bool:
+    """Whether the stage's kernels run through an interpreter here, in ranks that were started for it."""
+    return pool.choice.device_type == "cpu" and capabilities.interpreted_on_cpu
+
+
+@pytest.fixture
+def run(request, pool: RankPool, capabilities: Capabilities, interpreted: bool):
     """run(program, case, *args): the program on the case's ranks, by rank; skips what the stage does not offer."""
+    if interpreted and request.node.get_closest_marker("large"):
+        pytest.skip("kernels are interpreted on a CPU, this check is large: use --device cuda")
 
     def run(
         program: Callable[..., Any], case: Case, *args: Any, timeout: float = 60.0

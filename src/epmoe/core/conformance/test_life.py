@@ -20,6 +20,7 @@ def test_14B_layers_of_other_sizes_interleaved(stage, run, order):
         assert all(row is None or row.right for row in rows), rows
 
 
+@pytest.mark.large
 def test_10E_build_and_close_leak_nothing(stage, run):
     """10E: 50 cycles leave no file, process group or tensor behind."""
     case = Case(stage=stage, shape=SMALL, tokens=((3, 2),))
@@ -27,6 +28,7 @@ def test_10E_build_and_close_leak_nothing(stage, run):
         assert early == late, "open files, process groups, live tensors"
 
 
+@pytest.mark.large
 def test_10E_many_layers_on_one_group(stage, run):
     """10E: 48 layers alive at once, as in a model."""
     case = Case(stage=stage, shape=SMALL, tokens=((3, 2),))

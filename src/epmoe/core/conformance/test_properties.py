@@ -1,6 +1,8 @@
 """Random layers and calls: whatever the sizes, the promise is the same."""
 
-from hypothesis import HealthCheck, given, settings
+from collections.abc import Callable
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epmoe.core import groups
@@ -36,23 +38,28 @@ def cases(draw, stage: str, ranks: int) -> Case:
     )
 
 
-RULES = {
-    "deadline": None,
-    "derandomize": True,
-    "database": None,
-    "suppress_health_check": [HealthCheck.function_scoped_fixture],
-}
+def holds_everywhere(
+    judge: Callable[[Case], object], ranks: int, stage: str, examples: int
+) -> None:
+    """`judge` raises for no case."""
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @given(cases(stage, ranks))
+    def holds(case: Case) -> None:
+        judge(case)
+
+    holds()
 
 
-@settings(max_examples=40, **RULES)
-@given(data=st.data())
-def test_any_case_on_one_rank(stage, pool, capabilities, data):
-    case = data.draw(cases(stage, ranks=1))
-    skip_unless_served(pool, capabilities, case)
-    judged([run_case(groups.single(pool.choice.device_of(0)), case)])
+def test_any_case_on_one_rank(stage, pool, capabilities, check, interpreted):
+    """In this process, without torch.distributed; on a rank where kernels need one that was started for them."""
+
+    def here(case: Case) -> None:
+        skip_unless_served(pool, capabilities, case)
+        judged([run_case(groups.single(pool.choice.device_of(0)), case)])
+
+    holds_everywhere(check if interpreted else here, 1, stage, 4 if interpreted else 40)
 
 
-@settings(max_examples=12, **RULES)
-@given(data=st.data())
-def test_any_case_on_three_ranks(stage, check, data):
-    check(data.draw(cases(stage, ranks=3)))
+def test_any_case_on_three_ranks(stage, check, interpreted):
+    holds_everywhere(check, 3, stage, 3 if interpreted else 12)

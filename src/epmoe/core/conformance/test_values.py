@@ -88,6 +88,7 @@ def test_1B_every_step_communicates_alike(stage, check):
     assert len(lists) == 1, lists
 
 
+@pytest.mark.large
 def test_2A_heavy_skew(stage, check):
     """2A: 2304 tokens on each of 4 ranks, all but ten of them to the same four experts, two draws."""
     shape = MoEShape(hidden=8, intermediate=8, experts=16, topk=4)
@@ -102,6 +103,7 @@ def test_2A_heavy_skew(stage, check):
     check(Case(stage=stage, shape=shape, tokens=((2304,) * 4,) * 2, ids=ids, rows=48, seed=7))
 
 
+@pytest.mark.large
 def test_2B_everything_to_one_rank(stage, check):
     """2B: 4 x 256 tokens, both experts of each on the last rank, after a call that had none there."""
     first, last = [[0, 1]] * 256, [[6, 7]] * 256
@@ -166,6 +168,7 @@ def test_5C_experts_do_not_divide(stage, check, experts, ranks):
     check(Case(stage=stage, shape=shape, tokens=((3, 2, 4, 1)[:ranks], (0, 5, 0, 2)[:ranks])))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("topk", [2, 8], ids=lambda k: f"K{k}")
 def test_5E_every_token_count(stage, check, topk):
     """5E: every small T, and those around the usual tile sizes."""
@@ -193,6 +196,7 @@ def test_11B_strides(stage, check, topk, dtype):
     check(Case(stage=stage, shape=shape, tokens=((5, 1), (2, 4)), strided=True, dtype=dtype))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("declared", [False, True], ids=["asked", "declared"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_9D_rounds(stage, check, ranks, declared):
@@ -209,6 +213,11 @@ def test_9D_rounds(stage, check, ranks, declared):
                 declared=declared,
             )
         )
+
+
+def test_9D_two_rounds(stage, check):
+    """9D: the smallest case of rounds, which interpreted kernels can afford."""
+    check(Case(stage=stage, shape=SMALL, tokens=((5, 1),), capacity=4, overflow="rounds"))
 
 
 def test_declared_tokens_below_capacity(stage, check):

@@ -115,6 +115,7 @@ STAGE = Stage(
         deterministic=True,
         max_topk=32,
         max_experts=1024,
+        interpreted_on_cpu=True,
     ),
     factory=FusedTritonLayer,
     options={
