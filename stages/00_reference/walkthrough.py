@@ -31,7 +31,7 @@
 # them for every token. A token is cheap to compute, since only K experts run; but *all* experts must lie in some
 # memory, since nobody knows which ones the next token names. How much memory is that?
 
-# %%
+# %% tags=["hide-input"]
 from epmoe.core.figures_page import table
 from epmoe.core.gpus import GPUS
 from epmoe.core.plan import expert_bytes
@@ -86,9 +86,9 @@ print(table(models, "bfloat16 weights"))
 #     worth it.
 #
 # ??? question "Ranks 0 and 1 both compute something for token 3. Who adds the two parts, and does the order matter?"
-#     The source rank of token 3 is rank 1: it gets both parts and adds them. With two parts the order does not matter.
-#     From three on it does, since float addition is not associative: another order gives other last bits. Here a
-#     collective called reduce-scatter does the adding, in an order of its own.
+#     The source rank of token 3 is rank 1: it gets both parts and adds them. With two parts the order does not
+#     matter. From three on it does, since float addition is not associative: another order gives other last bits.
+#     Here a collective called reduce-scatter does the adding, in an order of its own.
 
 # %% [markdown]
 # ## The picture
@@ -130,7 +130,7 @@ print(f"home {crossing} rows x {home} bytes = {crossing * home} bytes")
 # %% [markdown]
 # For a layer of real size the same counting is `epmoe plan`. Under uniform routing, with 8 tokens on each rank:
 
-# %%
+# %% tags=["hide-input"]
 from epmoe.core.plan import expected_load, wire_bytes
 
 glm = SHAPES["glm-5.3-flash"]
@@ -180,7 +180,8 @@ from epmoe.reference.oracle import expert_output, oracle
 
 weights = TOY.weights()
 x_H = TOY.x_TH(0)[1]
-by_hand_H = 0.75 * expert_output(x_H, weights, 1) + 0.25 * expert_output(x_H, weights, 2)
+first_H, second_H = expert_output(x_H, weights, 1), expert_output(x_H, weights, 2)
+by_hand_H = 0.75 * first_H + 0.25 * second_H
 answer = oracle(TOY.x_TH(0), TOY.ids_TK(0), TOY.gates_TK(0), weights)
 print("token 1 is  ", [round(v, 1) for v in x_H.tolist()])
 print("by hand     ", [round(v, 5) for v in by_hand_H.tolist()])
@@ -292,7 +293,7 @@ print(table({"T = 8 8 8 8": even, "T = 64 1 0 3": uneven}, "reference"))
 print()
 print(verdict)
 
-# %%
+# %% tags=["hide-input"]
 ledger_bars({"T = 64 1 0 3": uneven, "T = 8 8 8 8": even})
 
 # %% [markdown]

@@ -17,7 +17,7 @@
 #     **Time** 20 minutes to read, seconds to run. **Hardware** any CPU. **Before this** [the
 #     reference](../00_reference/walkthrough.md).
 #
-#     **File**: `epmoe/variable_a2a/layer.py`, one hundred lines.
+#     **File**: `epmoe/variable_a2a/layer.py`.
 #
 #     **Afterwards you can** route tokens with a variable all-to-all, say why the host has to wait for it, and say in
 #     advance when it sends fewer bytes than sending everything, and when it sends more.
@@ -30,7 +30,7 @@
 # The reference gives every token to every rank. How many of the rows that a rank receives can it use? Counted on real
 # draws, 32 experts, K = 4, 8 tokens on each rank:
 
-# %%
+# %% tags=["hide-input"]
 from epmoe.core.draws import draw
 from epmoe.core.figures_page import counted, measured, prove, table
 from epmoe.core.launch import RankPool
@@ -42,24 +42,27 @@ pool = RankPool(4, "cpu")  # starts in the background
 tiny, usable = SHAPES["tiny"], {}
 for ep in (2, 4, 8, 16, 32):
     placement = contiguous(tiny.experts, ep)
-    ids = [draw("uniform", 8, tiny.topk, placement, seed=rank)[0] for rank in range(ep)]
-    received, hits = ep * ep * 8, sum(map(sum, drawn_load(tiny, ids, placement).hits_SD))
-    share = {"rows received": received, "of use": hits, "percent": 100 * hits / received}
-    usable[f"EP={ep}"] = share
+    ids = [draw("uniform", 8, tiny.topk, placement, seed=r)[0] for r in range(ep)]
+    hits = sum(map(sum, drawn_load(tiny, ids, placement).hits_SD))
+    received = ep * ep * 8
+    usable[f"EP={ep}"] = {
+        "rows received": received,
+        "of use": hits,
+        "percent": 100 * hits / received,
+    }
 print(table(usable, "all-gather"))
 
 # %% [markdown]
 # The more ranks, the fewer rows are of use. And an uneven batch makes it worse, since every rank pads to the fullest:
 
-# %%
+# %% tags=["hide-input"]
+batches = {"T = 8 8 8 8": (8, 8, 8, 8), "T = 64 1 0 3": (64, 1, 0, 3)}
 books = {
-    (stage, tokens): counted(pool, stage, tokens)
+    (stage, batch): counted(pool, stage, tokens)
     for stage in ("reference", "variable_a2a")
-    for tokens in ((8, 8, 8, 8), (64, 1, 0, 3))
+    for batch, tokens in batches.items()
 }
-before = {
-    f"T = {' '.join(map(str, t))}": book for (s, t), (book, _) in books.items() if s == "reference"
-}
+before = {batch: books["reference", batch][0] for batch in batches}
 print(table(before, "reference, 4 ranks"))
 
 # %% [markdown]
@@ -97,11 +100,8 @@ route_picture(TOY, "variable_a2a")
 # No hatched row is left: who receives a row has work for it. The matrix of rows is no longer the same in every cell,
 # and that is the whole difficulty: **it is data**. Only the router knows it, and the router ran on the device.
 
-# %%
-matrix_picture(
-    {name: rows_sent(TOY, stage) for name, stage in
-     (("reference", "reference"), ("this stage", "variable_a2a"))}
-)  # fmt: skip
+# %% tags=["hide-input"]
+matrix_picture({stage: rows_sent(TOY, stage) for stage in ("reference", "variable_a2a")})
 
 # %% [markdown]
 # ## Cost on paper
@@ -109,18 +109,17 @@ matrix_picture(
 # The toy's row is smaller too: hidden values, one slot and one weight, in place of K of each.
 
 # %%
-for name, stage in (("reference", "reference"), ("this stage", "variable_a2a")):
+for stage in ("reference", "variable_a2a"):
     (out, home), sent = row_bytes(TOY, stage), rows_sent(TOY, stage)
-    crossing = sent[0][1] + sent[1][0]
-    print(
-        f"{name:10}  {crossing} rows, {out} bytes each out and {home} home: {crossing * (out + home)}"
-    )
+    rows = sent[0][1] + sent[1][0]
+    total = rows * (out + home)
+    print(f"{stage:13} {rows} rows x ({out} out + {home} home) = {total} bytes")
 
 # %% [markdown]
 # At real size, 8 tokens a rank, uniform routing: bytes of both exchanges of all ranks, in MB. The third column is a
 # plan between the two: a token goes to each rank that it hits, but *once*, however many of its experts live there.
 
-# %%
+# %% tags=["hide-input"]
 glm, bytes_by_ep = SHAPES["glm-5.3-flash"], {}
 for ep in (2, 4, 8, 16, 32):
     load = expected_load(glm, ep, 8)
@@ -155,7 +154,8 @@ owner_N = TOY.placement.owner_table()[TOY.ids_TK(1).flatten().long()]
 order_S = owner_N.argsort(stable=True)
 print("assignments belong to ranks ", owner_N.tolist())
 print("sorted by owner             ", order_S.tolist())
-print("so the rows carry tokens    ", [TOY.tokens_of(1)[n // 2] for n in order_S.tolist()])
+tokens = TOY.tokens_of(1)
+print("so the rows carry tokens    ", [tokens[n // 2] for n in order_S.tolist()])
 print("rows to rank 0 and to rank 1", owner_N.bincount(minlength=2).tolist())
 
 # %% [markdown]
@@ -196,9 +196,10 @@ print("rows to rank 0 and to rank 1", owner_N.bincount(minlength=2).tolist())
 # %%
 calls = pool.run(call_toy, "variable_a2a", ranks=2)
 for call in calls:
-    rows = [f"token {token} for slot {slots[0]}" for token, slots in call.received()]
+    rows = [f"token {t} for slot {slots[0]}" for t, slots in call.received()]
     print(f"rank {call.rank}: {', '.join(rows)}")
-    print("        exchanges and bytes that leave:", [size for _, size in call.collectives])
+    sizes = [size for _, size in call.collectives]
+    print("        bytes that leave, by exchange:", sizes)
 
 # %% [markdown]
 # ### Combine: everything home, then add in order
@@ -227,7 +228,7 @@ for call in calls:
 prove("stages/01_variable_a2a/tests/test_toy.py", "--ranks", "2")
 
 # %%
-print(books["variable_a2a", (64, 1, 0, 3)][1])
+print(books["variable_a2a", "T = 64 1 0 3"][1])
 
 # %% [markdown]
 # Everything: `pytest stages/01_variable_a2a`. With random draws: `epmoe check variable_a2a --ranks 4`.
@@ -237,17 +238,19 @@ print(books["variable_a2a", (64, 1, 0, 3)][1])
 #
 # The same layer and the same batches as in the problem above.
 
-# %%
-for tokens in ((8, 8, 8, 8), (64, 1, 0, 3)):
-    stages = {s: book for (s, t), (book, _) in books.items() if t == tokens}
-    print(table(stages, f"T = {' '.join(map(str, tokens))}"))
-    print()
+# %% tags=["hide-input"]
+for batch in batches:
+    stages = {s: book for (s, b), (book, _) in books.items() if b == batch}
+    print(table(stages, batch), end="\n\n")
 
-# %%
+# %% tags=["hide-input"]
 ledger_bars(
-    {s: {k: v for k, v in book.items() if not k.startswith("rows")}
-     for (s, t), (book, _) in books.items() if t == (64, 1, 0, 3)}
-)  # fmt: skip
+    {
+        s: {k: v for k, v in book.items() if not k.startswith("rows")}
+        for (s, b), (book, _) in books.items()
+        if b == "T = 64 1 0 3"
+    }
+)
 
 # %% [markdown]
 # On the uneven batch the bytes fall to a fraction. On the even one they hardly move, and the rule says why: here K =

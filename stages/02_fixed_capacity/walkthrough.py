@@ -31,7 +31,7 @@
 # The stage before sends exact numbers of rows. Here are those numbers for five steps of decoding, 4 tokens on each of
 # 4 ranks, 32 experts, K = 4:
 
-# %%
+# %% tags=["hide-input"]
 from epmoe.core.draws import draw
 from epmoe.core.figures_page import counted, measured, prove, table
 from epmoe.core.launch import RankPool
@@ -51,7 +51,7 @@ print(table(steps, "rows received"))
 # They differ from step to step and from rank to rank. So each step has to ask: exchange counts, read them on the
 # host, allocate, read again in the experts. The ledger of one such call:
 
-# %%
+# %% tags=["hide-input"]
 batches = ((8, 8, 8, 8), (64, 1, 0, 3))
 books = {
     (stage, tokens): counted(pool, stage, tokens)
@@ -116,7 +116,7 @@ route_picture(TOY, "fixed_capacity")
 # What do the superfluous rows cost? A layer of real size on 4 H200s: the time that both exchanges need at the speed
 # of the links, beside the time that the experts need at least, in microseconds.
 
-# %%
+# %% tags=["hide-input"]
 glm, cost = SHAPES["glm-5.3-flash"], {}
 for tokens in (1, 8, 32, 128, 2048):
     limits = plan(glm, 4, tokens, "h200")
@@ -132,7 +132,7 @@ print(table(cost, "us, EP=4, K=8"))
 # the weights that have to be read: giving bytes away to save a wait is a good trade there. At T = 2048 it is no
 # longer small. With more ranks the gift grows:
 
-# %%
+# %% tags=["hide-input"]
 growth = {}
 for ep in (4, 8, 16, 32):
     load = expected_load(glm, ep, 8)
@@ -146,7 +146,7 @@ print(table(growth, "rows sent / rows needed"))
 # Memory is known in advance, which is a virtue: send and receive hold EP · C rows of B bytes, and EP · C rows of H
 # float32 sums come home. All layers of a model share one such set, since they run one after the other.
 
-# %%
+# %% tags=["hide-input"]
 row = RowLayout(glm.hidden, glm.topk, torch.bfloat16).row_bytes
 memory = {f"C={c}": {"MB": 4 * c * (2 * row + 4 * glm.hidden) / 1e6} for c in (128, 1024, 8192)}
 print(table(memory, "buffers of one rank, EP=4"))
@@ -202,7 +202,8 @@ for call in calls:
 # %%
 from epmoe.fixed_capacity.experts import sort_by_slot
 
-slots_RJ = torch.tensor([slots for _, slots in calls[0].received()], dtype=torch.int32)
+arrived = [slots for _, slots in calls[0].received()]
+slots_RJ = torch.tensor(arrived, dtype=torch.int32)
 order_N, offsets = sort_by_slot(slots_RJ, experts=2)
 print("slots of the 8 assignments ", slots_RJ.flatten().tolist())
 print("sorted by expert           ", order_N.tolist())
@@ -267,13 +268,13 @@ print(books["fixed_capacity", batches[1]][1])
 # %% [markdown]
 # ## Measured: what one call does
 
-# %%
+# %% tags=["hide-input"]
 for tokens in batches:
     stages = {s: book for (s, t), (book, _) in books.items() if t == tokens}
     print(table(stages, f"T = {' '.join(map(str, tokens))}"))
     print()
 
-# %%
+# %% tags=["hide-input"]
 ledger_bars(
     {s: {k: book[k] for k in ("collectives", "host syncs", "KiB sent", "launches")}
      for (s, t), (book, _) in books.items() if t == batches[0]}

@@ -51,7 +51,8 @@ class Picture:
         text = io.StringIO()
         with matplotlib.rc_context(_STYLE):
             self.figure.savefig(text, format="svg", metadata={"Date": None, "Title": self.says})
-        return text.getvalue()[text.getvalue().index("<svg") :]
+        svg = text.getvalue()[text.getvalue().index("<svg") :]
+        return svg.replace("<svg ", '<svg role="img" style="max-width: 100%; height: auto" ', 1)
 
     def save(self, path: str | Path) -> None:
         """Write an .svg or a .png file."""
