@@ -1,10 +1,12 @@
 """Gates of `epmoe bench`: a wrong subject gets an error, never a time."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from epmoe.core.bench.chains import Chain
-from epmoe.core.bench.gates import expectations, sample_rows
+from epmoe.core.bench.gates import GateError, check_router, expectations, sample_rows
 from epmoe.core.bench.method import HostClock
 from epmoe.core.bench.point import Plan, draw_records, measure_point, replays_of
 from epmoe.core.bench.results import Result, validate
@@ -174,6 +176,24 @@ def test_the_router_is_the_same_for_all_and_named():
         make_router("02", TINY, torch.device("cpu"))
     with pytest.raises(InputError, match="no router kernel"):
         make_router("02", TINY, torch.device("cuda"))
+
+
+def test_a_wrong_common_router_ends_the_run():
+    setting = setting_of()
+    check_router(setting)
+
+    def swapped(logits, bias):
+        ids, weights = setting.router(logits, bias)
+        return ids, weights.flip(1)
+
+    def shifted(logits, bias):
+        ids, weights = setting.router(logits, bias)
+        return (ids + 1) % 32, weights
+
+    with pytest.raises(GateError, match="weights are off"):
+        check_router(dataclasses.replace(setting, router=swapped))
+    with pytest.raises(GateError, match="other ids"):
+        check_router(dataclasses.replace(setting, router=shifted))
 
 
 def test_a_draw_without_work_for_the_rank_is_refused():

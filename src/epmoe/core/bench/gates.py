@@ -27,6 +27,8 @@ from epmoe.core.verify import differ, tolerance
 from epmoe.core.weights import ExpertWeights
 from epmoe.reference.oracle import Answer, oracle
 
+_ROUTER_TOLERANCE = 1e-5  # relative to the largest weight; exp and sigmoid differ in the last bits
+
 
 class GateError(EpmoeError, RuntimeError):
     """A subject did not pass; the message says which gate and by how much. It gets no time."""
@@ -123,6 +125,31 @@ def check_chain(chain: Chain, expected: Sequence[Expected], dtype: torch.dtype) 
     chain.run()
     _same(first, chain.outputs, exact, dtype, "repeat")
     return {"oracle_error": worst, "oracle_limit": tolerance(dtype)}
+
+
+def check_router(setting: Setting) -> None:
+    """Hold the subjects' common router against the reference, on the own tokens of every draw.
+
+    In loopback nothing downstream would notice a wrong one: what is computed on was recorded before.
+
+    Raises:
+        GateError: other ids, or weights that are off by more than rounding.
+    """
+    for one in setting.draws:
+        own = one.sources[setting.rank]
+        # by id: two scores that are equal up to rounding may stand in either order
+        ids_TK, weights_TK = _by_id(*setting.router(own.logits_TE, one.bias_E))
+        wanted_TK, wanted_weights_TK = _by_id(own.ids_TK, own.weights_TK)
+        if not torch.equal(ids_TK, wanted_TK):
+            raise GateError(f"router {setting.router_name}: other ids than the reference's")
+        off = float((weights_TK - wanted_weights_TK).abs().max())
+        if not off <= _ROUTER_TOLERANCE * float(own.weights_TK.abs().max()):
+            raise GateError(f"router {setting.router_name}: weights are off by {off:.2e}")
+
+
+def _by_id(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    ids_TK, order_TK = ids_TK.sort(dim=1)
+    return ids_TK, weights_TK.gather(1, order_TK)
 
 
 def _against_oracle(

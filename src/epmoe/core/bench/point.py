@@ -1,5 +1,6 @@
 """One T: build the subjects, hold each against the gates, time those that passed, in one interleaved run."""
 
+import math
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,7 +10,7 @@ import torch
 
 from epmoe.core.bench import vllm_subjects
 from epmoe.core.bench.chains import Chain
-from epmoe.core.bench.gates import Expected, check_chain, expectations
+from epmoe.core.bench.gates import Expected, check_chain, check_router, expectations
 from epmoe.core.bench.method import Clock, Contestant, measure, slowest
 from epmoe.core.bench.results import (
     DrawRecord,
@@ -72,6 +73,7 @@ def measure_point(
 ) -> tuple[Point, dict[str, object]]:
     """The point, and what was tuned for it. Collective."""
     draws = draw_records(setting, result.setting["floor_bytes_per_second"])
+    check_router(setting)
     expected = expectations(setting, plan.weight_seed, plan.rows)
     configs, tuned = _tuned_configs(clock, setting, plan)
     runners: dict[str, _Runner] = {}
@@ -222,7 +224,7 @@ def _tuned_configs(
         "rows": rows,
         "draw_seeds": [one.seed for one in tuning.draws],
         "best": best,
-        "microseconds": scores,
+        "microseconds": {k: v if math.isfinite(v) else "did not run" for k, v in scores.items()},
     }
 
 
