@@ -78,7 +78,7 @@ def _build(spec: LayerSpec) -> SplitLayer[Tensor]:
 
 STAGE = Stage(
     summary="all-gather, loop over the local experts, reduce-scatter",
-    capabilities=Capabilities(),
+    capabilities=Capabilities(deterministic=True),
     factory=_build,
     options={},
 )
