@@ -139,4 +139,4 @@ def test_counted_is_one_right_call(pool):
     counts, verdict = figures_page.counted(pool, "reference", (3, 1))
     assert "right" in verdict
     assert counts["collectives"] == 4
-    assert counts["rows needed"] == counts["rows computed"] == 4 * 4
+    assert counts["needed"] == counts["rows done"] == 4 * 4

@@ -97,7 +97,7 @@ print(table(models, "bfloat16 weights"))
 # is the number of rows. Hatched rows arrive and are for nobody.
 
 # %%
-from epmoe.core.figures import ledger_bars, matrix_picture
+from epmoe.core.figures import matrix_picture
 from epmoe.core.figures_route import route_picture, row_bytes, rows_sent
 from epmoe.core.launch import RankPool
 from epmoe.core.toy import TOY, call_toy
@@ -282,7 +282,8 @@ prove("stages/00_reference/tests/test_toy.py", "--ranks", "2")
 #
 # The ledger counts what a layer does: collectives, places where the host must wait for the device, operators
 # launched, bytes that leave, rows that go through an expert. Counts need no GPU and are the same on every machine.
-# Four ranks, a layer with 32 experts and K = 4; first 8 tokens on every rank, then an uneven batch.
+# Four ranks, a layer with 32 experts and K = 4; first 8 tokens on every rank, then an uneven batch. "Rows done" went
+# through an expert; "needed" were assigned to one.
 
 # %%
 from epmoe.core.figures_page import counted
@@ -292,9 +293,6 @@ uneven, _ = counted(pool, "reference", (64, 1, 0, 3))
 print(table({"T = 8 8 8 8": even, "T = 64 1 0 3": uneven}, "reference"))
 print()
 print(verdict)
-
-# %% tags=["hide-input"]
-ledger_bars({"T = 64 1 0 3": uneven, "T = 8 8 8 8": even})
 
 # %% [markdown]
 # Read the uneven line twice. It has 68 tokens against 32, but eight times the bytes: three ranks pad to the 64 rows
@@ -328,7 +326,7 @@ print(measured("00_reference"))
 # stages/00_reference` checks them.
 #
 # - **Read.** Change the toy so that token 0 names expert 3 twice. What does the oracle say, and does the layer agree?
-# - **Fill one region.** Skeletons with one missing piece each.
+# - **Fill one region.** `slots_skeleton.py`: whose work is it? `reduce_scatter_skeleton.py`: who adds what?
 # - **Open.** Gather ids first, and hidden values only of tokens that some other rank needs. What would the ledger
 #   show?
 #

@@ -63,7 +63,7 @@ books = {
     for batch, tokens in batches.items()
 }
 before = {batch: books["reference", batch][0] for batch in batches}
-print(table(before, "reference, 4 ranks"))
+print(table(before, "reference"))
 
 # %% [markdown]
 # ## Predict
@@ -246,7 +246,7 @@ for batch in batches:
 # %% tags=["hide-input"]
 ledger_bars(
     {
-        s: {k: v for k, v in book.items() if not k.startswith("rows")}
+        s: {k: book[k] for k in ("collectives", "host syncs", "KiB sent", "launches")}
         for (s, b), (book, _) in books.items()
         if b == "T = 64 1 0 3"
     }
@@ -281,7 +281,7 @@ print(measured("01_variable_a2a"))
 #
 # - **Read.** Token 0 names experts 0 and 1, both on rank 0. Its row arrives there twice. Which line would have to
 #   change so that it travels once, and what would `combine` have to know?
-# - **Fill one region.** Skeletons with one missing piece each.
+# - **Fill one region.** `sort_by_owner_skeleton.py`: what goes where? `bring_home_skeleton.py`: the way home.
 # - **Open.** Hidden values, slots and weights travel in three exchanges. Pack them in one. How many collectives are
 #   left, and how many waits?
 #

@@ -281,11 +281,11 @@ ledger_bars(
 )  # fmt: skip
 
 # %% [markdown]
-# Two exchanges, no wait: that was the aim. Now the other columns, honestly. Launches and rows computed went *up*.
-# This is a CPU, where the products run block by block: 8 rows from each of 4 ranks and K = 4 make N = 128
-# assignments, so a rank with 8 experts computes 128 // 16 + 8 = 16 blocks of 16 rows, needed or not. With
-# `grouped_mm` it is two launches and no block padding. But the many small operators around the products are there on
-# every machine. Which ones?
+# Two exchanges, no wait: that was the aim. Now the other columns, honestly. Launches and rows done went *up*. This is
+# a CPU, where the products run block by block: 8 rows from each of 4 ranks and K = 4 make N = 128 assignments, so a
+# rank with 8 experts computes 128 // 16 + 8 = 16 blocks of 16 rows, needed or not. With `grouped_mm` it is two
+# launches and no block padding. But the many small operators around the products are there on every machine. Which
+# ones?
 
 # %%
 from epmoe.core import groups, ledger

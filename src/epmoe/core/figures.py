@@ -23,7 +23,7 @@ from epmoe.core.errors import InputError
 PAPER, INK, MUTED, FAINT = "#ffffff", "#1d2330", "#667085", "#c4cad4"
 BLUE, ORANGE, RED = "#2b6cd9", "#c96a10", "#c2334d"
 PALETTE = (PAPER, INK, MUTED, FAINT, BLUE, ORANGE, RED)
-SMALL, NORMAL, LARGE = 7.5, 9.0, 10.5
+SMALL, NORMAL, LARGE = 9.0, 10.5, 11.5
 OVER_HATCH = {
     "boxstyle": "round,pad=0.2",
     "fc": PAPER,

@@ -46,8 +46,8 @@ def counted(
         "host syncs": max(c.ledger["host_syncs"] for c in calls),
         "launches": max(c.ledger["launches"] for c in calls),
         "KiB sent": sum(c.ledger["wire_bytes"] for c in calls) / 1024,
-        "rows computed": sum(c.ledger["rows_computed"] for c in calls),
-        "rows needed": sum(c.rows_needed for c in calls),
+        "rows done": sum(c.ledger["rows_computed"] for c in calls),
+        "needed": sum(c.rows_needed for c in calls),
     }
     return counts, report(reports)
 

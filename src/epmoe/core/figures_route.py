@@ -101,7 +101,7 @@ def route_picture(toy: Toy, stage: str) -> Picture:
         for r, (t, h) in enumerate(zip(tops, heights, strict=True))
     ]
     figure, axes = canvas(102, tops[-1] + heights[-1] + 1.0)
-    titles = ("tokens at their source rank", "rows at the owner ranks", "sums at home")
+    titles = ("tokens at source ranks", "rows at owner ranks", "sums at home")
     for (x, width), title in zip(_COLUMNS, titles, strict=True):
         write(axes, x + width / 2, 2.4, title, size=LARGE, color=MUTED)
     for left, right, step in zip(
