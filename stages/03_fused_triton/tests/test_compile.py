@@ -1,7 +1,7 @@
 """Every kernel compiles ahead of time, with no GPU, for each architecture that the stage names.
 
-The interpreter proves indices, not that the compiler takes a kernel. Run as a program, this file compiles and prints one
-JSON object; the tests start it once per architecture, with the interpreter off.
+The interpreter proves indices, not that the compiler takes a kernel. Run as a program, this file compiles and prints
+one JSON object; the tests start it once per architecture, with the interpreter off.
 """
 
 import json
@@ -42,14 +42,14 @@ def jobs(limit: int) -> dict:
         sizes = {"hidden": H, "intermediate": I, "local_experts": E_LOCAL, "itemsize": 2}
         config: GemmConfig = getattr(choose(limits, rows=rows, **sizes), which)
         config = GemmConfig(**{**config.to_dict(), **changes})
-        meta = gemm._meta(config, None)
+        meta = gemm.compile_time(config, config.tma)
         warps, stages = meta.pop("num_warps"), meta.pop("num_stages")
         meta |= {"H": H, "I": I, "K": K, "TMA": config.tma}
         w = f"tensordesc<bf16[{config.block_n}, {config.block_k}]>" if config.tma else "*bf16"
         meta["TMA_ROWS"] = config.tma_rows
-        rows = "x_ptr" if which == "gate_up" else "h_ptr"
+        operand = "x_ptr" if which == "gate_up" else "h_ptr"
         if config.tma_rows:
-            meta[rows] = f"tensordesc<bf16[{config.block_m}, {config.block_k}]>"
+            meta[operand] = f"tensordesc<bf16[{config.block_m}, {config.block_k}]>"
             meta["rest_ptr"] = (
                 f"tensordesc<bf16[{config.block_r or config.block_m}, {config.block_k}]>"
             )
@@ -63,12 +63,15 @@ def jobs(limit: int) -> dict:
         }
         return gemm_kernels.down_kernel, meta, warps, stages
 
+    group = {"BLOCK_M": 16, "BLOCK_S": 16, "BLOCK_N": 2048, "BLOCK_C": 4096, "MOST": 8192}
+    split = {"tma": True, "tma_rows": True, "block_m": 128, "block_r": 64}
+    split |= {"num_stages": 3, "block_k": 32}  # fits the smallest shared memory here
     pack = {**place, **rule, "ROUTE": True, "KEEP": True, "EP": EP, "DESTS": 1, "BLOCK_H": 4096}
     return {
         "route": (router._route_kernel, rule, 1, 1),
         "route_pack": (dispatch._route_pack_kernel, pack, 4, 1),
         "prepare": (dispatch._prepare_kernel, {**place, "BLOCK_H": 4096, "BLOCK_K": 8}, 4, 1),
-        "group": (metadata._group_kernel, {**ids, "BLOCK_M": 16, "BLOCK_S": 16, "BLOCK_N": 2048, "BLOCK_C": 4096}, 8, 1),
+        "group": (metadata._group_kernel, {**ids, **group}, 8, 1),
         "count": (metadata._count_kernel, {**ids, "BLOCK": 256}, 4, 1),
         "place": (
             metadata._place_kernel, {**ids, "BLOCK_M": 128, "BLOCK": 256, "SUB": 128, "ROWS": 128}, 8, 1,
@@ -76,8 +79,8 @@ def jobs(limit: int) -> dict:
         "gate_up_decode": gemm_job("gate_up", 8),
         "gate_up_swap_tma": gemm_job("gate_up", 8, swap_ab=True, tma=True, block_n=64, block_k=64),
         "gate_up_prefill": gemm_job("gate_up", 16384),
-        "gate_up_prefill_rest": gemm_job("gate_up", 65536, tma=True, tma_rows=True, block_m=128, block_r=64, num_stages=3, block_k=32),
-        "down_prefill_rest": gemm_job("down", 65536, tma=True, tma_rows=True, block_m=128, block_r=64, num_stages=3, block_k=32),
+        "gate_up_prefill_rest": gemm_job("gate_up", 65536, **split),
+        "down_prefill_rest": gemm_job("down", 65536, **split),
         "gather": (dispatch._gather_kernel, {**place, "ROWS": 4, "BLOCK_H": 2048}, 4, 1),
         "down_decode": gemm_job("down", 8),
         "down_prefill_tma": gemm_job("down", 16384, tma=True, tma_rows=True),

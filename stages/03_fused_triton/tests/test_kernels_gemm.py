@@ -144,7 +144,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", [(4, 48, 40, 6, 2, 2), (4, 37, 23, 6, 2, 2)], ids=["even", "odd"])
 def test_schedules_agree_with_the_loops(variant, shape):
-    layer = random_layer(*shape, torch.float16, seed=11)
+    layer = random_layer(*shape, dtype=torch.float16, seed=11)
     if variant == "rest" and shape[1] % 8:
         with pytest.raises(InputError, match="block_r=16 needs rows of a multiple of 16 bytes"):
             run_layer(layer, VARIANTS[variant])
@@ -239,11 +239,12 @@ LIMITS = (65536, 101376, 166912, 232448)
 
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
-@pytest.mark.parametrize("rows", [0, 1, 64, 1000, 16384, 500000])
-def test_chosen_tiles_fit_shared_memory(limit, itemsize, rows):
+@pytest.mark.parametrize("rows", [0, 1, 64, 1000, 3000, 16384, 65536, 500000])
+@pytest.mark.parametrize("tma", [False, True], ids=["", "tma"])
+def test_chosen_tiles_fit_shared_memory(limit, itemsize, rows, tma):
     for hidden, inner in ((4096, 2048), (2048, 768), (90, 7)):
         chosen = kn.choose(
-            kn.DeviceLimits(limit),
+            kn.DeviceLimits(limit, tma),
             hidden=hidden,
             intermediate=inner,
             local_experts=72,
@@ -252,7 +253,15 @@ def test_chosen_tiles_fit_shared_memory(limit, itemsize, rows):
         )
         assert chosen.gate_up.shared_bytes(2, itemsize) <= limit
         assert chosen.down.shared_bytes(1, itemsize) <= limit
-        assert chosen.gate_up.block_m == chosen.down.block_m == chosen.block_m
+        assert chosen.gate_up.tile_rows == chosen.down.tile_rows == chosen.block_m
+        assert tma or not (chosen.gate_up.tma or chosen.gate_up.tma_rows or chosen.down.tma)
+
+
+def test_rows_that_waste_fewer_decide_the_tile():
+    shape = {"hidden": 4096, "intermediate": 2048, "local_experts": 72, "itemsize": 2}
+    limits = kn.DeviceLimits(232448, tma=True)
+    assert kn.choose(limits, rows=227 * 72, **shape).block_m == 128  # 256 computed, not 384
+    assert kn.choose(limits, rows=910 * 72, **shape).block_m == 192  # 960 computed, not 1024
 
 
 @pytest.mark.parametrize("limit", LIMITS)

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.extra import cuda
+
 from epmoe.core import ledger
 from epmoe.fused_triton.kernels._checks import need
 
@@ -19,14 +22,14 @@ from epmoe.fused_triton.kernels._checks import need
 def pdl_wait(PDL: tl.constexpr):
     """Wait until the kernels before this one have finished and their writes are visible."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        cuda.gdc_wait()
 
 
 @triton.jit
 def pdl_start_next(PDL: tl.constexpr):
     """Let the next kernel start once all programs of this one have come here."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        cuda.gdc_launch_dependents()
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, pdl: bool = False, **meta: Any) -> None:
@@ -41,7 +44,7 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, pdl: bool = False, **me
     need(len(grid) <= 3, f"grid {tuple(grid)} has more than 3 axes")
     if 0 in grid:
         return
-    pdl = pdl and not triton.knobs.runtime.interpret  # the interpreter has no such instructions
+    pdl = pdl and not knobs.runtime.interpret  # the interpreter has no such instructions
     extra = {"launch_pdl": True} if pdl else {}
     ledger.record_launch(kernel.fn.__name__.strip("_").removesuffix("_kernel"))
     with ledger.paused():  # what the interpreter does inside is one launch

@@ -40,7 +40,7 @@ def _route_pack_kernel(
     HAS_BIAS: tl.constexpr, RENORM: tl.constexpr, SCALE: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, j) writes token t for DESTS ranks from j * DESTS on. Token 1, rank 1: ids (-1, 0), weights (0.75, 0.25).
+    """Program (t, j) writes token t for DESTS ranks from j * DESTS on. Token 1, rank 1: ids -1 0, weights 0.75 0.25.
 
     ROUTE chooses the experts here, once per program; otherwise ids and weights are read. KEEP stores what was chosen.
     """
@@ -249,6 +249,10 @@ def gather_rows(
         scratch = torch.empty(size, dtype=torch.uint8, device=rows.hidden.device)
     need_contiguous(scratch=scratch)
     need(scratch.nbytes >= size, f"scratch has {scratch.nbytes} bytes: {size} are needed")
+    need(
+        scratch.data_ptr() % 16 == 0,
+        "scratch starts off a multiple of 16 bytes: pass a whole buffer",
+    )
     x_NH = scratch.view(-1).view(torch.uint8)[:size].view(dtype).view(slots, layout.hidden)
     block_h = power_of_two(min(layout.hidden, 2048))
     programs = min(-(-slots // 4), 8 * multiprocessors(rows.hidden.device))

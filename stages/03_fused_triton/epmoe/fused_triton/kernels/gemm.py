@@ -1,8 +1,6 @@
 """Launchers of the grouped GEMMs: check, prepare tensor descriptors, launch. The kernels are in `gemm_kernels`."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -20,7 +18,7 @@ _WIDTH_MESSAGE = "block_r={} needs rows of a multiple of 16 bytes: use block_r=0
 def _programs(
     tiles: ExpertTiles, local_experts: int, columns: int, ranks: int, config: GemmConfig
 ) -> int:
-    """Programs to start: for every tile that this rank's fair share can need; the kernel's loop takes what is beyond."""
+    """Programs to start: for every tile that a fair share of the rows can need; the kernel's loop takes the rest."""
     slots = tiles.sorted_slots.shape[0]
     share = -(-slots // max(1, ranks))
     likely = max_tiles(share + share // 4, local_experts, tiles.block_m)
@@ -63,7 +61,7 @@ def gate_up(
         h_NI: [N, I] of the same dtype; positions at and after offsets[-1] stay unwritten.
         ranks: EP; sizes the grid for this rank's fair share (any share is computed).
         scratch: contiguous, at least N * H values of the rows' dtype, any dtype (the buffer that `down` will write
-            will do). Needed by configs with tma_rows: rows are first copied there in expert-major order.
+            will do). With tma_rows the rows are first copied there in expert-major order; None allocates.
     """
     experts, double, hidden = w13_E2IH.shape
     layout, slots = rows.layout, tiles.sorted_slots.shape[0]
@@ -78,7 +76,6 @@ def gate_up(
     columns = -(-double // 2 // config.block_n)
     x = rest = rows.hidden
     if config.tma_rows and hidden * x.itemsize % 16 == 0:
-        need(scratch is not None, "this config has tma_rows: pass scratch, or use tma_rows=False")
         x, rest = _row_arguments(gather_rows(rows, tiles, scratch, pdl=pdl), config)
     else:
         need(config.block_r == 0, _WIDTH_MESSAGE.format(config.block_r, hidden))
@@ -86,7 +83,7 @@ def gate_up(
         gate_up_kernel, (_programs(tiles, experts, columns, ranks, config),),
         x, rest, w, h_NI, tiles.sorted_slots, tiles.tiles,
         H=hidden, I=double // 2, K=layout.topk, ITEMS=layout.items,
-        TMA_ROWS=isinstance(x, TensorDescriptor), **_meta(config, w), pdl=pdl,
+        TMA_ROWS=isinstance(x, TensorDescriptor), **compile_time(config, isinstance(w, TensorDescriptor)), pdl=pdl,
     )  # fmt: skip
 
 
@@ -120,7 +117,7 @@ def down(
         down_kernel, (_programs(tiles, experts, columns, ranks, config),),
         h, rest, w, rows.floats, out_NH, tiles.sorted_slots, tiles.tiles,
         H=hidden, I=inner, K=layout.topk, WORDS=layout.words, WEIGHT_WORD=layout.weight_word,
-        TMA_ROWS=isinstance(h, TensorDescriptor), **_meta(config, w), pdl=pdl,
+        TMA_ROWS=isinstance(h, TensorDescriptor), **compile_time(config, isinstance(w, TensorDescriptor)), pdl=pdl,
     )  # fmt: skip
 
 
@@ -136,7 +133,8 @@ def _check_gemm(tiles: ExpertTiles, config: GemmConfig, experts: int, **tensors:
     )
 
 
-def _meta(config: GemmConfig, w: Tensor | TensorDescriptor) -> dict:
+def compile_time(config: GemmConfig, tma: bool) -> dict:
+    """Compile-time arguments and launch options of a config; `tma` says whether the weights have a descriptor."""
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_R": config.block_r,
@@ -144,7 +142,7 @@ def _meta(config: GemmConfig, w: Tensor | TensorDescriptor) -> dict:
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
         "SWAP": config.swap_ab,
-        "TMA": isinstance(w, TensorDescriptor),
+        "TMA": tma,
         "num_stages": config.num_stages,
         "num_warps": config.num_warps,
     }

@@ -6,9 +6,10 @@ than items is a persistent grid, more is early exit; both are the same loop, so 
     gate_up   h[p] = silu(x[row of p] @ gate^T) * (x[row of p] @ up^T)     p: expert-major position
     down      rows[slot of p] = weight[slot of p] * (h[p] @ w2^T)
 
-A rows are read where they were received (row = slot // K): no gathered copy. Accumulation is float32; the routing weight
-multiplies the float32 sum, so a float16 row that overflows before its weight never does. Rows past the end of a tile read
-the tile's last row again and are not stored; there is no mask in the inner loop when BLOCK_K divides the summed size.
+With few rows A is read where it was received (row = slot // K), without a copy. With many, `gather_rows` has copied it
+into expert-major order, so that it comes by TMA (TMA_ROWS). Accumulation is float32; the routing weight multiplies the
+float32 sum, so a float16 row that would overflow without its weight does not. Rows past the end of a tile cost no
+traffic (or, by TMA, are the next expert's) and are never stored: no row of a product depends on another.
 
 Worked on the toy, rank 0: tile 0 is expert 0, positions 0 to 2, slots 0 and 6, rows 0 and 3. It writes h[0], h[1], then
 rows[0] = 0.75 * expert0(token 0) and rows[6] = 0.75 * expert0(token 3).
@@ -16,6 +17,7 @@ rows[0] = 0.75 * expert0(token 0) and rows[6] = 0.75 * expert0(token 3).
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from epmoe.fused_triton.kernels._launch import pdl_start_next, pdl_wait
 
@@ -55,7 +57,7 @@ def weight_tile(
     w_ptr, row, k, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, left,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_K] of a weight matrix from (row, k); `left` rows remain, the last of them stands for the others."""
+    """[BLOCK_N, BLOCK_K] of a weight matrix from (row, k); of `left` rows the last stands for missing ones."""
     if TMA:
         tile = w_ptr.load([row.to(tl.int32), k])
     else:
@@ -72,7 +74,7 @@ def weight_tile(
 
 
 # The interpreter multiplies the raw bits of bfloat16; widened first, its product is exact. Compiled code never widens.
-_WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
+_WIDEN = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit

@@ -9,8 +9,9 @@ Worked on the toy (H = 4, K = 2, bfloat16): hidden 8 bytes, ids at byte 8, weigh
 from dataclasses import dataclass
 
 import torch
-from epmoe.fused_triton.kernels._checks import need, need_contiguous, need_dtype
 from torch import Tensor
+
+from epmoe.fused_triton.kernels._checks import need, need_contiguous, need_dtype
 
 _WORD = 4
 _ROW_ALIGNMENT = 16

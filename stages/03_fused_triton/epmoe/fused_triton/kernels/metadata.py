@@ -1,8 +1,8 @@
 """Metadata: from the received ids to an expert-major list of slots and a bounded list of GEMM tiles, on the device.
 
 Everything is counted, nothing is raced for: a slot's place is the number of slots that must stand before it, so the
-result is stable (ascending slots inside an expert) and the same on every run. An id outside [0, E_local) is "no expert":
-its slots come last and no tile covers them.
+result is stable (ascending slots inside an expert) and the same on every run. An id outside [0, E_local) is "no
+expert": its slots come last and no tile covers them.
 
 Worked on the toy, rank 0, BLOCK_M = 16: ids by slot (0 1 | 1 -1 | -1 -1 | 0 -1). Slot 6 (expert 0) has one slot before
 it, slot 0; slot 1 (expert 1) has two, slots 0 and 6. sorted_slots = 0 6 1 2 (then 3 4 5 7), offsets = 0 2 4,
@@ -61,7 +61,7 @@ def max_tiles(slots: int, local_experts: int, block_m: int) -> int:
 
 
 def _block(slots: int) -> int:
-    """Slots of a program on the large path: every program reads the counts of all blocks, so there must not be too many."""
+    """Slots of a program on the large path: each reads the counts of all blocks, so there must not be many."""
     return _BLOCK if slots <= _BLOCK * _BLOCKS else 4 * _BLOCK
 
 
@@ -138,7 +138,8 @@ def write_tiles(
 def _group_kernel(
     ids_ptr, offsets_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr, N, PROGRAMS, max_entries,
     E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The last program counts experts and lists tiles; program p places slots p * BLOCK_S on. Slot 6: place 1."""
     pdl_wait(PDL)
@@ -154,15 +155,15 @@ def _group_kernel(
             counts, offsets_ptr, tiles_ptr, num_tiles_ptr, max_entries, E_LOCAL, BINS, BLOCK_M
         )
     else:
+        # (expert, slot) as one number: one comparison says which of two slots stands first
         slots = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-        mine = slot_experts(ids_ptr, slots, N, E_LOCAL, K, WORDS, ID_WORD)[:, None]
+        mine = slot_experts(ids_ptr, slots, N, E_LOCAL, K, WORDS, ID_WORD) * MOST + slots
         place = tl.zeros([BLOCK_S], tl.int32)
         for n in range(0, N, BLOCK_N):
             others = n + offs_n
             expert = slot_experts(ids_ptr, others, N, E_LOCAL, K, WORDS, ID_WORD)
-            expert = tl.where(others < N, expert, E_LOCAL + 1)[None, :]
-            first = (expert < mine) | ((expert == mine) & (others[None, :] < slots[:, None]))
-            place += tl.sum(first.to(tl.int32), axis=1)
+            key = tl.where(others < N, expert * MOST + others, 0x7FFFFFFF)
+            place += tl.sum((key[None, :] < mine[:, None]).to(tl.int32), axis=1)
         tl.store(sorted_ptr + place, slots, mask=slots < N)
 
 
@@ -248,7 +249,8 @@ def group_slots(
         programs = -(-slots // block_s)
         launch(
             _group_kernel, (programs + 1,), rows.ints, *found, slots, programs, entries, **ids, BLOCK_M=out.block_m,
-            BLOCK_S=block_s, BLOCK_N=power_of_two(min(slots, 2048), 16), BLOCK_C=power_of_two(min(slots, 4096), 16),
+            BLOCK_S=block_s, BLOCK_N=power_of_two(min(slots, 2048), 16),
+            BLOCK_C=power_of_two(min(slots, 4096), 16), MOST=SMALL_SLOTS,
             num_warps=4 if slots <= 512 else 8, pdl=pdl,
         )  # fmt: skip
         return out
@@ -266,6 +268,7 @@ def group_slots(
     )
     launch(
         _place_kernel, (blocks,), rows.ints, out.counts, *found, slots, blocks, entries, **ids, BLOCK_M=out.block_m,
-        BLOCK=_block(slots), SUB=max(16, _LANES // ids["BINS"]), ROWS=max(1, _LANES // ids["BINS"]), num_warps=8, pdl=pdl,
+        BLOCK=_block(slots), SUB=min(_block(slots), max(16, _LANES // ids["BINS"])),
+        ROWS=max(1, _LANES // ids["BINS"]), num_warps=8, pdl=pdl,
     )  # fmt: skip
     return out

@@ -2,11 +2,11 @@
 
 K rounds of two 32-bit reductions each (a warp reduces int32 in one instruction): the maximum of an order-preserving
 integer of the score, then the lowest id that has it. Weights are recomputed from the K chosen logits at the end, which
-needs no reduction over experts. Softmax compares logits: the order of the probabilities, without their rounding. NaN sorts
-below everything, so ids stay inside [0, E).
+needs no reduction over experts. Softmax compares logits: the order of the probabilities, without their rounding. NaN
+sorts below everything, so ids stay inside [0, E).
 
-Worked on the toy: token 1 has logits (-9, 1.0986, 0, -9). The keys order the experts 1, 2, 0, 3 (0 before 3: a tie); ids (1, 2); softmax over
-the two is (0.75, 0.25).
+Worked on the toy: token 1 has logits (-9, 1.0986, 0, -9). The keys order the experts 1, 2, 0, 3 (0 before 3: a tie);
+ids (1, 2); softmax over the two is (0.75, 0.25).
 
 Sources: the rules of Mixtral (arXiv:2401.04088) and DeepSeek-V3 (arXiv:2412.19437, 2.1.2), as `epmoe.core.routing`.
 """
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from epmoe.fused_triton.kernels._checks import FLOATS, need, need_dtype, need_shape, power_of_two
 from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
-from torch import Tensor
 
 MAX_TOPK = 32
 MAX_EXPERTS = 4096
@@ -83,7 +84,7 @@ def order_key(score):
 def open_groups(
     choice, mask, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr
 ):
-    """[BLOCK_G] true for the best TOPK_GROUPS groups. Groups (3, 1), (2, 2.5): sums 4 and 4.5, the second opens first."""
+    """[BLOCK_G] true for the best TOPK_GROUPS groups. Groups (3, 1), (2, 2.5): sums 4 and 4.5."""
     lanes = tl.broadcast_to(tl.arange(0, choice.shape[1])[None, :], choice.shape)
     scored = tl.where(mask & (choice == choice), choice, float("-inf"))
     first = tl.max(scored, axis=1)
