@@ -9,13 +9,16 @@ from pathlib import Path
 
 from epmoe.core import registry
 from epmoe.core.bench import padding, pages, results
-from epmoe.core.bench.plots import digest_of
+from epmoe.core.bench.plots import digest_of, with_digest
 from epmoe.core.bench.results import Measured, Result
 from epmoe.core.errors import InputError
+from epmoe.core.figures_route import route_picture
+from epmoe.core.toy import TOY
 
 BEGIN, END = "<!-- ladder:begin -->", "<!-- ladder:end -->"
 RESULTS, LEDGER, PAGES = "benchmarks/results", "ledger-cpu.json", "docs/ladder"
 NOT_MEASURED = "not measured yet"
+PICTURE = "docs/assets/route.svg"  # on README's first screen
 LADDER_TOKENS = (1, 8, 128)
 _HEADLINE = {"shape": "glm-5.3-flash", "ep": 4, "dtype": "bfloat16", "routing": "uniform"}
 
@@ -66,6 +69,7 @@ def everything(root: Path) -> dict[str, str]:
         files |= pages.result_pages(name, result, PAGES)
     for name, (head, rows) in counted.items():
         files |= pages.padding_pages(name, head, rows, PAGES)
+    files[PICTURE] = with_digest(route_picture(TOY, "variable_a2a"), TOY)
     files[f"{PAGES}/index.md"] = pages.index(measured, counted, NOT_MEASURED)
     return files
 
