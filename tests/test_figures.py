@@ -1,6 +1,5 @@
 """Pictures say what is so, are the same every time, and use the seven colours; the pages' other helpers."""
 
-import json
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from epmoe.core import figures_page
+from epmoe.core.bench.results import Measured, Point, Result
 from epmoe.core.errors import InputError
 from epmoe.core.figures import PALETTE, Picture, ledger_bars, matrix_picture
 from epmoe.core.figures_buffer import buffer_picture, row_picture
@@ -115,13 +115,32 @@ def test_table():
 def test_measured_reads_committed_results(tmp_path):
     assert figures_page.measured("00_slow", tmp_path) == "not measured yet"
     assert figures_page.measured("00_slow", tmp_path / "none") == "not measured yet"
-    point = {"stage": "00_slow", "tokens": 8, "microseconds": 12.5, "over_floor": 1.5}
-    (tmp_path / "a.json").write_text(json.dumps({"gpu": "H200", "points": [point]}))
-    text = figures_page.measured("00_slow", tmp_path)
-    assert text.splitlines()[1].split() == ["H200,", "T=8", "12.5", "1.50"]
-    assert figures_page.measured("01_other", tmp_path) == "not measured yet"
-    (tmp_path / "b.json").write_text("[]")
-    with pytest.raises(InputError, match=r"b\.json holds a list"):
+    run = Result(
+        created="2026-01-01T00:00:00Z",
+        command="epmoe bench",
+        machine={"device": "H200"},
+        setting={"ep": 4, "loopback": True},
+        points=[
+            Point(
+                tokens=8,
+                draws=[],
+                subjects={
+                    "00_slow": Measured(mode="graph", median_us=12.5, over_floor=[1.5, 1.4, 1.6]),
+                    "01_failed": Measured(mode="graph", error="no kernel"),
+                },
+                ratios=[],
+            )
+        ],
+    )
+    run.save(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text('{"kind": "ledger"}')
+    lines = figures_page.measured("00_slow", tmp_path).splitlines()
+    assert lines[1].split("  ")[0] == "H200, EP=4 loopback, T=8, graph"
+    assert lines[1].split()[-2:] == ["12.5", "1.50"]
+    for other in ("01_failed", "02_other"):
+        assert figures_page.measured(other, tmp_path) == "not measured yet"
+    (tmp_path / "c.json").write_text("[]")
+    with pytest.raises(InputError, match=r"c\.json holds a list"):
         figures_page.measured("00_slow", tmp_path)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from epmoe.core.cases import Case
 from epmoe.core.errors import InputError
@@ -102,32 +103,37 @@ def root() -> Path:
     raise InputError(f"{Path.cwd()} is not inside a clone of the repository: run it in one")
 
 
-def measurements(folder: Path | None = None) -> list[dict]:
-    """Every committed result (a JSON object each), oldest name first; an empty list when there is none."""
+def layer_results(folder: Path | None = None) -> list[dict[str, Any]]:
+    """Committed runs of `epmoe bench` (JSON of kind "layer"), by file name; an empty list when there is none.
+
+    Raises:
+        InputError: a file is no JSON object.
+    """
     folder = folder or root() / "benchmarks" / "results"
-    files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     found = []
-    for file in files:
+    for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         data = json.loads(file.read_text())
         if not isinstance(data, dict):
             raise InputError(f"{file} holds a {type(data).__name__}: a result is a JSON object")
-        found.append(data)
+        if data.get("kind") == "layer":
+            found.append(data)
     return found
 
 
 def measured(stage: str, folder: Path | None = None) -> str:
-    """The times of `stage` on a GPU as a table, or the words "not measured yet".
-
-    A result counts here when it has `gpu` and `points`, a list of objects with `stage`, `tokens` (per rank),
-    `microseconds` and `over_floor` (time / floor).
-    """
-    rows = {
-        f"{result['gpu']}, T={point['tokens']}": {
-            "microseconds": point["microseconds"],
-            "time / floor": f"{point['over_floor']:.2f}",
-        }
-        for result in measurements(folder)
-        for point in result.get("points", [])
-        if point.get("stage") == stage and "gpu" in result
-    }
-    return table(rows, "whole layer in a CUDA graph") if rows else NOT_MEASURED
+    """The times of `stage` (its registered name) in all committed runs as a table, or the words "not measured yet"."""
+    rows: dict[str, dict[str, object]] = {}
+    for result in layer_results(folder):
+        setting = result["setting"]
+        ranks = f"EP={setting['ep']}{' loopback' if setting['loopback'] else ''}"
+        for point in result["points"]:
+            times = point["subjects"].get(stage)
+            if times is None or times["median_us"] is None:
+                continue
+            where = f"{result['machine']['device']}, {ranks}, T={point['tokens']}, {times['mode']}"
+            floors = times["over_floor"]
+            rows[where] = {
+                "microseconds": times["median_us"],
+                "time / floor": f"{floors[0]:.2f}" if floors else "-",
+            }
+    return table(rows, "whole layer") if rows else NOT_MEASURED
