@@ -115,46 +115,44 @@ export function tableOf(trace, step) {
 // Places of everything, in user units. Four columns: tokens, send buffer, received rows, experts.
 export const CHIP = 30, GAP = 6;
 export function layout(trace) {
-  const columns = { tokens: 30, send: 235, received: 515, experts: 770 };
-  const perRow = 5, pitch = CHIP + GAP;
-  const sends = Array.from({ length: trace.ranks }, (_, r) => sendRows(trace, r));
-  const lanes = [];
+  const columns = { tokens: 22, send: 228, received: 512, experts: 776 };
+  const top = 26;
+  const pitch = CHIP + GAP;
+  const   const lanes = [];
   let y = 46;
   for (let r = 0; r < trace.ranks; r++) {
-    const blocks = isAllGather(trace) ? 1 : trace.ranks;
-    const longest = Math.max(1, ...Array.from({ length: blocks }, (_, b) => (isAllGather(trace) ? sends[r] : sends[r].filter((m) => m.to === b)).length));
-    const sendLines = isAllGather(trace) ? Math.ceil(sends[r].length / perRow) : trace.ranks;
+    const sendLines = isAllGather(trace) ? 1 : trace.ranks;
     const receivedLines = Math.max(1, new Set(trace.delivered[r].map((m) => m.from)).size);
     const local = trace.owners.map((owner, e) => [owner, e]).filter(([owner]) => owner === r).map(([, e]) => e);
     const expertLines = local.length;
     const tokenLines = trace.tokens.filter((t) => t.rank === r).length;
-    const lines = Math.max(sendLines, receivedLines, expertLines, tokenLines, isAllGather(trace) ? trace.ranks : trace.ranks);
-    const height = lines * pitch + 16;
-    lanes.push({ rank: r, y, height, local, longest });
+    const lines = Math.max(sendLines, receivedLines, expertLines, tokenLines);
+    const height = lines * pitch + 34;
+    lanes.push({ rank: r, y, height, local });
     y += height + 16;
   }
-  return { columns, lanes, pitch, width: 1000, height: y + 4 };
+  return { columns, lanes, pitch, top, width: 1000, height: y - 6 };
 }
 
 export function tokenPlace(plan, trace, token) {
   const info = trace.tokens.find((t) => t.token === token), lane = plan.lanes[info.rank];
   const nth = trace.tokens.filter((t) => t.rank === info.rank).findIndex((t) => t.token === token);
-  return { x: plan.columns.tokens, y: lane.y + 10 + nth * plan.pitch };
+  return { x: plan.columns.tokens, y: lane.y + plan.top + nth * plan.pitch };
 }
 
 export function sendPlace(plan, trace, message) {
   const lane = plan.lanes[message.from], line = isAllGather(trace) ? 0 : message.to;
-  return { x: plan.columns.send + 34 + message.index * plan.pitch, y: lane.y + 10 + line * plan.pitch };
+  return { x: plan.columns.send + 34 + message.index * plan.pitch, y: lane.y + plan.top + line * plan.pitch };
 }
 
 export function receivedPlace(plan, trace, message) {
   const lane = plan.lanes[message.to];
   const sources = [...new Set(trace.delivered[message.to].map((m) => m.from))].sort((a, b) => a - b);
-  return { x: plan.columns.received + 34 + message.index * plan.pitch, y: lane.y + 10 + sources.indexOf(message.from) * plan.pitch };
+  return { x: plan.columns.received + 34 + message.index * plan.pitch, y: lane.y + plan.top + sources.indexOf(message.from) * plan.pitch };
 }
 
 // An assignment's place beside its expert: the n-th of those that this expert computes.
 export function expertPlace(plan, trace, rank, expert, nth) {
   const lane = plan.lanes[rank];
-  return { x: plan.columns.experts + 46 + nth * (CHIP - 6), y: lane.y + 10 + lane.local.indexOf(expert) * plan.pitch };
+  return { x: plan.columns.experts + 46 + nth * (CHIP - 6), y: lane.y + plan.top + lane.local.indexOf(expert) * plan.pitch };
 }

@@ -136,6 +136,7 @@ class Stepper extends HTMLElement {
     }
     this.laneParts = [];
     for (const lane of plan.lanes) this.svg.append(this.lane(lane));
+    this.svg.append(this.wires());
     this.chips = [];
     this.makeChips();
     for (const chip of this.chips) this.svg.append(chip.node);
@@ -144,17 +145,32 @@ class Stepper extends HTMLElement {
   lane({ rank, y, height, local }) {
     const { plan, trace } = this, group = shape("g", { class: `play-lane rank-${rank}` });
     group.append(shape("rect", { x: 4, y, width: plan.width - 8, height, rx: 12, class: "play-lane-box" }));
-    group.append(shape("text", { x: 14, y: y + height - 8, class: "play-rank" }, `rank ${rank}`));
+    group.append(shape("text", { x: 20, y: y + 18, class: "play-rank" }, `rank ${rank}`));
     const gathers = model.isAllGather(trace);
     const sources = [...new Set(trace.delivered[rank].map((m) => m.from))].sort((a, b) => a - b);
     const blocks = gathers ? [["all", 0]] : Array.from({ length: trace.ranks }, (_, to) => [to, to]);
-    for (const [to, line] of blocks) group.append(shape("text", { x: plan.columns.send, y: y + 30 + line * plan.pitch, class: "play-small" }, gathers ? "all" : `to ${to}`));
-    sources.forEach((from, line) => group.append(shape("text", { x: plan.columns.received - 8, y: y + 30 + line * plan.pitch, class: "play-small" }, `from ${from}`)));
+    for (const [to, line] of blocks) group.append(shape("text", { x: plan.columns.send, y: y + plan.top + 20 + line * plan.pitch, class: "play-small" }, gathers ? "all" : `to ${to}`));
+    sources.forEach((from, line) => group.append(shape("text", { x: plan.columns.received - 8, y: y + plan.top + 20 + line * plan.pitch, class: "play-small" }, `from ${from}`)));
     local.forEach((expert, line) => {
-      const box = { x: plan.columns.experts, y: y + 10 + line * plan.pitch };
+      const box = { x: plan.columns.experts, y: y + plan.top + line * plan.pitch };
       group.append(shape("rect", { ...box, width: 36, height: model.CHIP, rx: 7, class: "play-expert" }));
       group.append(shape("text", { x: box.x + 18, y: box.y + 20, class: "play-expert-name" }, `e${expert}`));
     });
+    return group;
+  }
+
+  // Lines from send buffers to received rows, for the steps in which something travels.
+  wires() {
+    const { trace, plan } = this, group = shape("g", { class: "play-wires" }), half = model.CHIP / 2;
+    for (const message of trace.out) {
+      const from = model.sendPlace(plan, trace, message), to = model.receivedPlace(plan, trace, message);
+      const row = trace.delivered[message.to].find((r) => r.from === message.from && r.index === message.index);
+      const rank = message.token === null ? message.from : trace.tokens.find((t) => t.token === message.token).rank;
+      const [x1, y1, x2, y2] = [from.x + half, from.y + half, to.x + half, to.y + half];
+      const wire = shape("path", { d: `M${x1},${y1} C${x1 + 110},${y1} ${x2 - 110},${y2} ${x2},${y2}`, class: `play-wire rank-${rank}${row.experts.length ? "" : " idle"}${message.from === message.to ? " home" : ""}` });
+      if (message.token !== null) wire.dataset.token = message.token;
+      group.append(wire);
+    }
     return group;
   }
 
@@ -242,7 +258,8 @@ class Stepper extends HTMLElement {
 
   highlight() {
     const wanted = this.follow.value;
-    for (const { node } of this.chips) node.classList.toggle("dim", wanted !== "" && node.dataset.token !== wanted);
+    const marked = [...this.chips.map((chip) => chip.node), ...this.svg.querySelectorAll(".play-wire")];
+    for (const node of marked) node.classList.toggle("dim", wanted !== "" && node.dataset.token !== wanted);
   }
 
   play() {

@@ -65,7 +65,9 @@ def launch(
         transport: None (see `transport.choose_transport`), "gloo" or "nccl".
 
     Raises:
-        what fn raised on the rank that failed first; RankFailedError when a rank died; RunTimeoutError.
+        Exception: what fn raised on the rank that failed first.
+        RankFailedError: a rank died.
+        RunTimeoutError: the run took too long.
     """
     if under_torchrun():
         return run_under_torchrun(fn, args, kwargs, ranks, device, timeout)
