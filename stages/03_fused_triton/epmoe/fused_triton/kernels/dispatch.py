@@ -87,18 +87,10 @@ def _route_pack_kernel(
 
 
 def route_and_pack(
-    x_TH: Tensor,
-    owner_E: Tensor,
-    slot_E: Tensor,
-    send: Tensor,
-    topk_ids_TK: Tensor,
-    topk_weights_TK: Tensor,
-    *,
-    logits_TE: Tensor | None = None,
-    bias_E: Tensor | None = None,
-    rule: RouterRule | None = None,
+    x_TH: Tensor, owner_E: Tensor, slot_E: Tensor, send: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor,
+    *, logits_TE: Tensor | None = None, bias_E: Tensor | None = None, rule: RouterRule | None = None,
     pdl: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write `send` [EP, C, row_bytes] uint8 from the tokens of this rank, in one launch.
 
     Args:
@@ -111,10 +103,8 @@ def route_and_pack(
     """
     _check_tokens(x_TH, topk_ids_TK, topk_weights_TK, send)
     experts, topk = owner_E.shape[0], topk_ids_TK.shape[1]
-    need_dtype("owner_E", owner_E, torch.int32)
-    need_dtype("slot_E", slot_E, torch.int32)
-    need_shape("slot_E", slot_E, (experts,))
     rule = rule or RouterRule()
+    _check_tables(owner_E, slot_E)
     if logits_TE is not None:
         check_logits(logits_TE, bias_E)
         need_shape("logits", logits_TE, (x_TH.shape[0], experts))
@@ -135,6 +125,13 @@ def route_and_pack(
         BLOCK_H=power_of_two(min(x_TH.shape[1], _MAX_BLOCK_H)),
         **rule.constexprs(experts, topk, bias_E is not None), num_warps=_WARPS, pdl=pdl,
     )  # fmt: skip
+
+
+def _check_tables(owner_E: Tensor, slot_E: Tensor) -> None:
+    need_dtype("owner_E", owner_E, torch.int32)
+    need_dtype("slot_E", slot_E, torch.int32)
+    need_shape("slot_E", slot_E, tuple(owner_E.shape))
+    need_contiguous(owner_E=owner_E, slot_E=slot_E)
 
 
 def _check_tokens(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, send: Tensor) -> None:

@@ -28,6 +28,7 @@ _BLOCK = 256  # slots of a program on the large path, up to _BLOCKS of them; the
 _BLOCKS = 256
 _LANES = 16384  # (slot, expert) or (block, expert) pairs looked at at once there
 _INT32_MAX = 2**31 - 1
+MAX_EXPERTS = _INT32_MAX // SMALL_SLOTS - 1  # (expert, slot) is one int32 there
 
 
 @dataclass(frozen=True)
@@ -239,36 +240,46 @@ def group_slots(
         out.sorted_slots.shape[0] == slots and out.offsets.shape[0] == local_experts + 1,
         f"work list was made for {out.sorted_slots.shape[0]} slots: call make_tiles({slots}, {local_experts}, ...)",
     )
-    ids = {"E_LOCAL": local_experts, "K": layout.topk, "WORDS": layout.words, "ID_WORD": layout.id_word,
-           "BINS": _bins(local_experts)}  # fmt: skip
-    found = (out.offsets, out.sorted_slots, out.tiles, out.num_tiles)
-    entries = out.tiles.shape[0]
-    if out.counts.shape[0] == 0:
-        # loads of ids are far apart (a row each): many at once, since a loop would wait for each round
-        block_s = 16
-        programs = -(-slots // block_s)
-        launch(
-            _group_kernel, (programs + 1,), rows.ints, *found, slots, programs, entries, **ids, BLOCK_M=out.block_m,
-            BLOCK_S=block_s, BLOCK_N=power_of_two(min(slots, 2048), 16),
-            BLOCK_C=power_of_two(min(slots, 4096), 16), MOST=SMALL_SLOTS,
-            num_warps=4 if slots <= 512 else 8, pdl=pdl,
-        )  # fmt: skip
-        return out
-    blocks = out.counts.shape[0]
-    launch(
-        _count_kernel,
-        (blocks,),
-        rows.ints,
-        out.counts,
-        slots,
-        **ids,
-        BLOCK=_block(slots),
-        num_warps=4,
-        pdl=pdl,
+    need(
+        local_experts <= MAX_EXPERTS,
+        f"local_experts={local_experts}: at most {MAX_EXPERTS} fit the sort keys",
     )
-    launch(
-        _place_kernel, (blocks,), rows.ints, out.counts, *found, slots, blocks, entries, **ids, BLOCK_M=out.block_m,
-        BLOCK=_block(slots), SUB=min(_block(slots), max(16, _LANES // ids["BINS"])),
-        ROWS=max(1, _LANES // ids["BINS"]), num_warps=8, pdl=pdl,
-    )  # fmt: skip
+    if out.counts.shape[0] == 0:
+        _group_few(rows, local_experts, out, slots, pdl)
+    else:
+        _group_many(rows, local_experts, out, slots, pdl)
     return out
+
+
+def _id_places(rows: RowViews, local_experts: int) -> dict:
+    layout = rows.layout
+    places = {"K": layout.topk, "WORDS": layout.words, "ID_WORD": layout.id_word}
+    return places | {"E_LOCAL": local_experts, "BINS": _bins(local_experts)}
+
+
+def _group_few(rows: RowViews, local_experts: int, out: ExpertTiles, slots: int, pdl: bool) -> None:
+    """One launch: a program per 16 slots, and one that counts."""
+    programs = -(-slots // 16)
+    # ids lie far apart (a row each): many loads at once, since a loop would wait for each round
+    launch(
+        _group_kernel, (programs + 1,), rows.ints, out.offsets, out.sorted_slots, out.tiles, out.num_tiles,
+        slots, programs, out.tiles.shape[0], **_id_places(rows, local_experts), BLOCK_M=out.block_m, BLOCK_S=16,
+        BLOCK_N=power_of_two(min(slots, 2048), 16), BLOCK_C=power_of_two(min(slots, 4096), 16), MOST=SMALL_SLOTS,
+        num_warps=4 if slots <= 512 else 8, pdl=pdl,
+    )  # fmt: skip
+
+
+def _group_many(
+    rows: RowViews, local_experts: int, out: ExpertTiles, slots: int, pdl: bool
+) -> None:
+    """Two launches: counts per block of slots, then places."""
+    blocks, block, ids = out.counts.shape[0], _block(slots), _id_places(rows, local_experts)
+    lanes = max(1, _LANES // ids["BINS"])
+    launch(
+        _count_kernel, (blocks,), rows.ints, out.counts, slots, **ids, BLOCK=block, num_warps=4, pdl=pdl
+    )  # fmt: skip
+    launch(
+        _place_kernel, (blocks,), rows.ints, out.counts, out.offsets, out.sorted_slots, out.tiles, out.num_tiles,
+        slots, blocks, out.tiles.shape[0], **ids, BLOCK_M=out.block_m, BLOCK=block,
+        SUB=min(block, max(16, lanes)), ROWS=lanes, num_warps=8, pdl=pdl,
+    )  # fmt: skip
