@@ -41,7 +41,8 @@ test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 test-gpu: setup
-	$(BIN)/python -m pytest -m "gpu or multi_gpu" -rs $(ARGS)
+	$(BIN)/python -m pytest -rs --device cuda --pyargs epmoe.core.conformance $(ARGS)
+	$(BIN)/python -m pytest -rs -m "gpu or multi_gpu" stages tests
 
 bench: setup
 	$(BIN)/epmoe bench $(ARGS)

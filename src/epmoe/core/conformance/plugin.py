@@ -10,6 +10,7 @@ import torch
 from epmoe.core import registry
 from epmoe.core.capabilities import Capabilities, Spec
 from epmoe.core.cases import Case
+from epmoe.core.conformance.record import Recorder
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.launch import RankPool
 from epmoe.core.verify import CaseReport, report, run_case
@@ -32,10 +33,14 @@ def pytest_addoption(parser):
     group.addoption("--stage", help="only this registered stage (name, bare name or number)")
     group.addoption("--ranks", type=int, default=4, help="the most ranks to use (4)")
     group.addoption("--device", default="cpu", help="cpu, cuda or auto (cpu)")
+    group.addoption("--record", help="write what passed, skipped and failed to this JSON file")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skips with its reason elsewhere")
+    if config.getoption("--record"):
+        recorder = Recorder(Path(config.getoption("--record")))
+        config.pluginmanager.register(recorder, "epmoe-recorder")
     config.addinivalue_line(
         "markers", "large: many rows or calls; skips where kernels are interpreted"
     )
@@ -83,9 +88,7 @@ def _wanted(config) -> list[str]:
 @pytest.fixture(scope="session")
 def pool(request) -> Iterator[RankPool]:
     """Ranks for the whole session: --ranks of them on --device."""
-    with RankPool(
-        request.config.getoption("--ranks"), request.config.getoption("--device")
-    ) as ranks:
+    with _open_pool(request.config, request.config.getoption("--device")) as ranks:
         yield ranks
 
 
@@ -94,8 +97,19 @@ def gpu_pool(request) -> Iterator[RankPool]:
     """Ranks on CUDA devices, whatever --device says; several share one where there are too few."""
     if not torch.cuda.is_available():
         pytest.skip(NEEDS_CUDA)
-    with RankPool(request.config.getoption("--ranks"), "cuda") as ranks:
+    if request.config.getoption("--device") != "cpu":
+        yield request.getfixturevalue("pool")
+        return
+    with _open_pool(request.config, "cuda") as ranks:
         yield ranks
+
+
+def _open_pool(config, device: str) -> RankPool:
+    opened = RankPool(config.getoption("--ranks"), device)
+    recorder = config.pluginmanager.get_plugin("epmoe-recorder")
+    if recorder is not None:
+        recorder.where = opened.describe()
+    return opened
 
 
 @pytest.fixture

@@ -1,0 +1,54 @@
+"""What a run of the suite found, as JSON for benchmarks/results: where it ran; by stage, what passed, skipped, failed.
+
+pytest --pyargs epmoe.core.conformance --device cuda --record benchmarks/results/suite-h200.json
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from epmoe.core.bench.provenance import machine
+
+
+@dataclass
+class Recorder:
+    """A pytest plugin that keeps the outcome of every check."""
+
+    path: Path
+    where: str = ""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """pytest's hook: a check counts once, by its call, or by its set-up where that ended it."""
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.nodeid] = report.outcome
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.reasons[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
+
+    def pytest_sessionfinish(self) -> None:
+        """pytest's hook: write the file, failed or not."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        data = {
+            "kind": "suite",
+            "schema": 1,
+            "machine": machine(device),
+            "where": self.where,
+            "stages": self._by_stage(),
+            "skipped_because": dict(self.reasons.most_common()),
+            "failed": sorted(
+                name for name, outcome in self.outcomes.items() if outcome == "failed"
+            ),
+        }
+        self.path.write_text(json.dumps(data, indent=1) + "\n")
+
+    def _by_stage(self) -> dict[str, dict[str, int]]:
+        counts: dict[str, Counter[str]] = {}
+        for name, outcome in self.outcomes.items():
+            stage = name.partition("[")[2].split("-")[0].rstrip("]") or "other"
+            counts.setdefault(stage, Counter())[outcome] += 1
+        return {stage: dict(found) for stage, found in sorted(counts.items())}
