@@ -109,6 +109,7 @@ class Tuning:
             self._found[tokens] = self._look_up(tokens)
         return self._found[tokens]
 
+    # --8<-- [start:look_up]
     def _look_up(self, tokens: int) -> Choice:
         wanted = Situation(**{**asdict(self.situation), "tokens": tokens})
         known = entries(wanted.device)
@@ -118,6 +119,8 @@ class Tuning:
         if best is not None and wanted.distance(best) <= FAR:
             return Choice(known[best], "nearest")
         return Choice(self._by_rule(wanted), "rule")
+
+    # --8<-- [end:look_up]
 
     def _by_rule(self, wanted: Situation) -> kernels.LayerConfig:
         if wanted.device == "cpu":

@@ -30,6 +30,7 @@ _MAX_BLOCK_H = 4096
 _WARPS = 1  # the router's reductions then need no barrier
 
 
+# --8<-- [start:pack]
 @triton.jit
 def _route_pack_kernel(
     x_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, owner_ptr, slot_ptr,
@@ -84,6 +85,9 @@ def _route_pack_kernel(
         for j in tl.static_range(DESTS):
             row = (first + j).to(tl.int64) * capacity + t
             tl.store(send_x_ptr + row * ITEMS + h + offs_h, x, mask=mask_h & (first + j < EP))
+
+
+# --8<-- [end:pack]
 
 
 def route_and_pack(
@@ -151,6 +155,7 @@ def _check_tokens(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, send: Tensor
     need_contiguous(topk_ids=ids_TK, topk_weights=weights_TK)
 
 
+# --8<-- [start:prepare]
 @triton.jit
 def _prepare_kernel(
     recv_x_ptr, recv_int_ptr, recv_float_ptr, x_ptr, ids_ptr, weights_ptr, E_LOCAL,
@@ -178,6 +183,9 @@ def _prepare_kernel(
         # rows that no local expert reads become zeros, whatever lies in the buffer
         x = tl.load(recv_x_ptr + r * ITEMS + offs_h, mask=mask_h & needed, other=0.0)
         tl.store(x_ptr + r * H + offs_h, x, mask=mask_h)
+
+
+# --8<-- [end:prepare]
 
 
 def prepare_rows(

@@ -77,6 +77,7 @@ def weight_tile(
 _WIDEN = tl.constexpr(knobs.runtime.interpret)
 
 
+# --8<-- [start:multiply]
 @triton.jit
 def multiply(a, w, acc, SWAP: tl.constexpr):
     """acc + a @ w^T; with SWAP everything is transposed: acc [BLOCK_N, BLOCK_M] + w @ a^T."""
@@ -90,6 +91,10 @@ def multiply(a, w, acc, SWAP: tl.constexpr):
     return acc
 
 
+# --8<-- [end:multiply]
+
+
+# --8<-- [start:swiglu]
 @triton.jit
 def store_activations(
     gate, up, h_ptr, offs_m, end, n, I: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr
@@ -103,6 +108,9 @@ def store_activations(
     tl.store(h_ptrs, h, mask=(offs_m < end)[:, None] & (offs_n < I)[None, :])
 
 
+# --8<-- [end:swiglu]
+
+
 @triton.jit
 def accumulator(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
     """Zeros [BLOCK_M, BLOCK_N], or transposed with SWAP."""
@@ -113,6 +121,7 @@ def accumulator(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr
     return acc
 
 
+# --8<-- [start:gate_up]
 @triton.jit
 def gate_up_kernel(
     x_ptr, rest_ptr, w_ptr, h_ptr, sorted_ptr, tiles_ptr,
@@ -159,6 +168,10 @@ def gate_up_kernel(
             store_activations(gate_r, up_r, h_ptr, offs_r, end, n, I, BLOCK_N, SWAP)
 
 
+# --8<-- [end:gate_up]
+
+
+# --8<-- [start:weigh]
 @triton.jit
 def store_weighed(
     acc, weights_ptr, rows_ptr, sorted_ptr, offs_m, end, n, H: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr,
@@ -173,6 +186,9 @@ def store_weighed(
     out = (acc * weight[:, None]).to(rows_ptr.dtype.element_ty)
     row_ptrs = rows_ptr + slots[:, None] * H + offs_n[None, :]
     tl.store(row_ptrs, out, mask=(offs_m < end)[:, None] & (offs_n < H)[None, :])
+
+
+# --8<-- [end:weigh]
 
 
 @triton.jit

@@ -110,6 +110,7 @@ def slot_experts(
     return tl.where((ids >= 0) & (ids < E_LOCAL), ids, E_LOCAL)
 
 
+# --8<-- [start:tiles]
 @triton.jit
 def write_tiles(
     counts, offsets_ptr, tiles_ptr, num_tiles_ptr, max_entries, E_LOCAL: tl.constexpr, BINS: tl.constexpr,
@@ -135,6 +136,10 @@ def write_tiles(
         tl.store(tiles_ptr + (j + offs_e) * 4 + 3, total, mask=j + offs_e < max_entries)
 
 
+# --8<-- [end:tiles]
+
+
+# --8<-- [start:group]
 @triton.jit
 def _group_kernel(
     ids_ptr, offsets_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr, N, PROGRAMS, max_entries,
@@ -166,6 +171,9 @@ def _group_kernel(
             key = tl.where(others < N, expert * MOST + others, 0x7FFFFFFF)
             place += tl.sum((key[None, :] < mine[:, None]).to(tl.int32), axis=1)
         tl.store(sorted_ptr + place, slots, mask=slots < N)
+
+
+# --8<-- [end:group]
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
 from epmoe.fused_triton.kernels.layout import RowViews
 
 
+# --8<-- [start:reduce]
 @triton.jit
 def _reduce_kernel(
     rows_ptr, recv_int_ptr, ret_ptr, E_LOCAL,
@@ -43,6 +44,9 @@ def _reduce_kernel(
         row = tl.load(rows_ptr + (r * K + k) * H + offs_h, mask=mask_h & known, other=0.0)
         acc += row.to(tl.float32)
     tl.store(ret_ptr + r * H + offs_h, acc.to(ret_ptr.dtype.element_ty), mask=mask_h)
+
+
+# --8<-- [end:reduce]
 
 
 def reduce_slots(
@@ -72,6 +76,7 @@ def reduce_slots(
     )  # fmt: skip
 
 
+# --8<-- [start:merge]
 @triton.jit
 def _merge_kernel(
     back_ptr, y_ptr, capacity, stride_yt,
@@ -90,6 +95,9 @@ def _merge_kernel(
         if RING:
             acc = acc.to(y_ptr.dtype.element_ty).to(tl.float32)
     tl.store(y_ptr + t * stride_yt + offs_h, acc.to(y_ptr.dtype.element_ty), mask=mask_h)
+
+
+# --8<-- [end:merge]
 
 
 def merge_ranks(back: Tensor, y_TH: Tensor, *, ring: bool = False, pdl: bool = False) -> None:
