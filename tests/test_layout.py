@@ -78,6 +78,13 @@ FAULTS = [
     ("entry points", replaced("pyproject.toml", '"01_quick" =', '"quick" ='), "epmoe.stages is"),
     ("entry points", replaced(f"{QUICK}/layer.py", "STAGE =", "STEP ="), "does not assign STAGE"),
     ("entry points", removed(f"{QUICK}/layer.py"), "does not assign STAGE"),
+    (
+        "entry points",
+        replaced(
+            "pyproject.toml", "[tool.hatch", '[tool.epmoe]\nhosts = ["01_quick"]\n[tool.hatch'
+        ),
+        "01_quick, which has a layer",
+    ),
     ("namespace", added("src/epmoe/__init__.py"), "src/epmoe/__init__.py"),
     ("namespace", added("stages/01_quick/epmoe/__init__.py"), "01_quick/epmoe/__init__.py"),
     ("namespace", added("tests/__init__.py"), "tests/__init__.py"),

@@ -63,15 +63,26 @@ def check_lists(root: Path) -> list[str]:
 
 
 def check_entry_points(root: Path) -> list[str]:
-    """Every stage is registered under its folder's name and offers STAGE in its layer module."""
-    listed = _pyproject(root)["project"].get("entry-points", {}).get("epmoe.stages", {})
-    wanted = {s.name: f"epmoe.{package_of(s)}.layer:STAGE" for s in stages(root)}
-    problems = []
+    """Every stage but a host is registered under its folder's name and offers STAGE in its layer module.
+
+    A host carries the other stages into another program and has no layer; pyproject's tool.epmoe.hosts names it.
+    """
+    pyproject = _pyproject(root)
+    listed = pyproject["project"].get("entry-points", {}).get("epmoe.stages", {})
+    hosts = pyproject["tool"].get("epmoe", {}).get("hosts", [])
+    layers = [s for s in stages(root) if s.name not in hosts]
+    wanted = {s.name: f"epmoe.{package_of(s)}.layer:STAGE" for s in layers}
+    problems = [
+        f"pyproject.toml: tool.epmoe.hosts names {host}, which has a layer or is no stage"
+        for host in hosts
+        if not (root / "stages" / host).is_dir()
+        or (root / "stages" / host / "epmoe" / host.split("_", 1)[-1] / "layer.py").is_file()
+    ]
     if listed != wanted:
         problems.append(
             f"pyproject.toml: epmoe.stages is {listed}, the folders on disk ask for {wanted}"
         )
-    for stage in stages(root):
+    for stage in layers:
         module = stage / "epmoe" / package_of(stage) / "layer.py"
         if not module.is_file() or "STAGE" not in assigned(module):
             problems.append(f"{module.relative_to(root)}: does not assign STAGE")

@@ -169,5 +169,12 @@ def _add_bench() -> None:
     app.add_typer(bench, name="bench")
 
 
+def _add_vllm() -> None:
+    from epmoe.core.vllm_cli import app as vllm
+
+    app.add_typer(vllm(), name="vllm")
+
+
 _add_plan()
 _add_bench()
+_add_vllm()

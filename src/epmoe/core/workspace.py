@@ -22,8 +22,9 @@ Key = tuple[str, tuple[int, ...], torch.dtype, torch.device]
 class Workspace:
     """A set of named buffers. Hand one to `build(..., workspace=...)` of every layer that may share it."""
 
-    _buffers: dict[Key, Tensor] = field(default_factory=dict)
-    _last: "tuple[torch.cuda.Stream, torch.cuda.Event] | None" = None
+    # not in repr: what a buffer holds differs between ranks, which compare the repr of their options
+    _buffers: dict[Key, Tensor] = field(default_factory=dict, repr=False)
+    _last: "tuple[torch.cuda.Stream, torch.cuda.Event] | None" = field(default=None, repr=False)
 
     def buffer(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

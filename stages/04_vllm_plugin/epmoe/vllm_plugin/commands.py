@@ -1,0 +1,158 @@
+"""`epmoe vllm`: compare stages inside vLLM, or one of its MoE layers without an engine."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from epmoe.core.errors import InputError
+
+app = typer.Typer(
+    help="Stages inside vLLM, held against vLLM's own experts.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+_console, _notes = Console(), Console(stderr=True)
+
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="[FILE]", help="Write JSON to FILE, or print it.")
+]
+Python = Annotated[
+    str | None,
+    typer.Option(help="A Python that has vLLM. This one, or .venv-vllm of a clone, by default."),
+]
+Model = Annotated[Path, typer.Option(help="Folder of a checkpoint.", exists=True, file_okay=False)]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+
+
+@app.command()
+def compare(
+    model: Model,
+    stages: Annotated[str, typer.Option(help="Names or numbers, with commas.")] = "native,01,02,03",
+    prompts: Annotated[Path | None, typer.Option(help="A file with one prompt per line.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 16,
+    dp: Annotated[
+        int, typer.Option(min=1, help="Data-parallel ranks, experts spread over them.")
+    ] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    spread: Annotated[
+        str, typer.Option(help="How ranks share prompts: uneven, even or one.")
+    ] = "uneven",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "float32",
+    device: Device = "cpu",
+    compiled: Annotated[
+        bool, typer.Option(help="torch.compile and CUDA graphs, as vLLM runs by default.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Fresh engines per stage, in turn.")] = 1,
+    repeats: Annotated[int, typer.Option(min=0, help="Timed generations in each of them.")] = 0,
+    sabotage: Annotated[
+        int | None, typer.Option(help="Spoil this expert once more in each run.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help='A stage\'s options: 03={"without": "merge"}. Repeat.')
+    ] = None,
+    engine: Annotated[str, typer.Option(help="More arguments for vLLM's LLM, as JSON.")] = "{}",
+    length: Annotated[int, typer.Option(min=8, help="max_model_len and tokens per step.")] = 256,
+    timeout: Annotated[float, typer.Option(help="Seconds for each run.")] = 300.0,
+    python: Python = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the plot: .svg or .png.")] = None,
+    json_to: Json = None,
+) -> None:
+    """Run the same prompts with vLLM's own experts and with each stage's. Exit code 1 where one is wrong."""
+    from epmoe.vllm_plugin import compare as comparing
+    from epmoe.vllm_plugin import engines, view
+
+    options = [text.partition("=") for text in option or []]
+    plan = comparing.Plan(
+        model=str(model.resolve()),
+        stages=comparing.resolve_stages(stages),
+        prompts=comparing.read_prompts(prompts) if prompts else comparing.PROMPTS,
+        tokens=tokens,
+        dp=dp,
+        tp=tp,
+        spread=spread,
+        dtype=dtype,
+        device=device,
+        compiled=compiled,
+        rounds=rounds,
+        repeats=repeats,
+        sabotage=sabotage,
+        timeout=timeout,
+        options={comparing.resolve_stages(name)[0]: text for name, _, text in options},
+        engine=_json(engine),
+    )
+    found = comparing.compare(
+        comparing.with_limits(plan, length), engines.find_python(python), _say
+    )
+    if plot:
+        view.picture(found).save(plot)
+    _deliver(found.as_dict(), json_to, view.table(found))
+    raise typer.Exit(0 if found.right else 1)
+
+
+@app.command()
+def layer(
+    model: Model,
+    index: Annotated[
+        int | None, typer.Option("--layer", help="Its index; the first MoE layer by default.")
+    ] = None,
+    stages: Annotated[str, typer.Option(help="Names or numbers, with commas.")] = "01,02,03",
+    dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 2,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option(help="Tensor-parallel ranks hold parts of the tokens.")
+    ] = False,
+    tokens: Annotated[
+        str, typer.Option(help="T of every data-parallel rank, with commas.")
+    ] = "7,2",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Device = "cpu",
+    timeout: Annotated[float, typer.Option(help="Seconds for each run.")] = 120.0,
+    python: Python = None,
+    json_to: Json = None,
+) -> None:
+    """Build one of the checkpoint's MoE layers with vLLM's factory, on several ranks and without an engine."""
+    from epmoe.vllm_plugin import compare as comparing
+    from epmoe.vllm_plugin import engines, layers
+
+    plan = layers.LayerPlan(
+        model=str(model.resolve()),
+        layer=index,
+        stages=comparing.resolve_stages(stages),
+        dp=dp,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        tokens=tuple(int(part) for part in tokens.split(",")),
+        dtype=dtype,
+        device=device,
+        timeout=timeout,
+    )
+    found = layers.compare(plan, engines.find_python(python), _say)
+    _deliver(found.as_dict(), json_to, layers.table(found))
+    raise typer.Exit(0 if found.right else 1)
+
+
+def _say(words: str) -> None:
+    _notes.print(words, style="dim", highlight=False, markup=False)
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"--engine {text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"--engine {text!r}: give a JSON object")
+    return found
+
+
+def _deliver(data: Any, target: str | None, shown: Any) -> None:
+    """The table for people; JSON where it was asked for."""
+    if target != "-":
+        _console.print(shown)
+    if target == "-":
+        print(json.dumps(data, indent=2, default=str))
+    elif target is not None:
+        Path(target).write_text(json.dumps(data, indent=2, default=str) + "\n")

