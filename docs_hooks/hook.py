@@ -78,7 +78,7 @@ class _Adder:
 
 
 def _run_all():
-    scripts = walkthroughs.walkthroughs()
+    scripts = [s for s in walkthroughs.walkthroughs() if s.parent in diffs.stages(ROOT)]
     if os.environ.get("EPMOE_DOCS_EXECUTE") == "0":
         return [(script, walkthroughs.read(script)) for script in scripts]
     with ThreadPoolExecutor(int(os.environ.get("EPMOE_DOCS_JOBS", "2"))) as pool:

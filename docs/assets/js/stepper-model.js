@@ -68,8 +68,10 @@ export function sentence(trace, step) {
     }
     case "exchange":
       return `${many(t.crossing, "row")} ${t.crossing === 1 ? "crosses" : "cross"} between ranks, of ${trace.row_bytes.out} bytes each. ` +
-        `${t.useful} of them ${t.useful === 1 ? "has" : "have"} work waiting on the other side; ` +
-        `${t.crossing - t.useful} ${t.crossing - t.useful === 1 ? "was" : "were"} sent for nothing.`;
+        (t.useful === t.crossing
+          ? "All of them have work waiting on the other side."
+          : `${t.useful} of them ${t.useful === 1 ? "has" : "have"} work waiting on the other side; ` +
+            `${t.crossing - t.useful} ${t.crossing - t.useful === 1 ? "was" : "were"} sent for nothing.`);
     case "experts":
       return `${many(t.assignments, "assignment")} for the experts. ` +
         (t.computed === t.assignments
@@ -118,7 +120,7 @@ export function layout(trace) {
   const columns = { tokens: 22, send: 228, received: 512, experts: 776 };
   const top = 26;
   const pitch = CHIP + GAP;
-  const   const lanes = [];
+  const lanes = [];
   let y = 46;
   for (let r = 0; r < trace.ranks; r++) {
     const sendLines = isAllGather(trace) ? 1 : trace.ranks;
@@ -154,5 +156,5 @@ export function receivedPlace(plan, trace, message) {
 // An assignment's place beside its expert: the n-th of those that this expert computes.
 export function expertPlace(plan, trace, rank, expert, nth) {
   const lane = plan.lanes[rank];
-  return { x: plan.columns.experts + 46 + nth * (CHIP - 6), y: lane.y + plan.top + lane.local.indexOf(expert) * plan.pitch };
+  return { x: plan.columns.experts + 46 + nth * (CHIP - 6), y: lane.y + plan.top + 4 + lane.local.indexOf(expert) * plan.pitch };
 }

@@ -136,7 +136,8 @@ class Stepper extends HTMLElement {
     }
     this.laneParts = [];
     for (const lane of plan.lanes) this.svg.append(this.lane(lane));
-    this.svg.append(this.wires());
+    this.slots = shape("g", { "aria-hidden": "true" });
+    this.svg.append(this.slots, this.wires());
     this.chips = [];
     this.makeChips();
     for (const chip of this.chips) this.svg.append(chip.node);
@@ -166,6 +167,7 @@ class Stepper extends HTMLElement {
       const from = model.sendPlace(plan, trace, message), to = model.receivedPlace(plan, trace, message);
       const row = trace.delivered[message.to].find((r) => r.from === message.from && r.index === message.index);
       const rank = message.token === null ? message.from : trace.tokens.find((t) => t.token === message.token).rank;
+      for (const { x, y } of [from, to]) this.slots.append(shape("rect", { x, y, width: model.CHIP, height: model.CHIP, rx: 7, class: "play-slot" }));
       const [x1, y1, x2, y2] = [from.x + half, from.y + half, to.x + half, to.y + half];
       const wire = shape("path", { d: `M${x1},${y1} C${x1 + 110},${y1} ${x2 - 110},${y2} ${x2},${y2}`, class: `play-wire rank-${rank}${row.experts.length ? "" : " idle"}${message.from === message.to ? " home" : ""}` });
       if (message.token !== null) wire.dataset.token = message.token;

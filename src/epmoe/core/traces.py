@@ -178,7 +178,7 @@ def _row_bytes(seen: Watched, carried: Carried, home: bool = False) -> int:
     beside = [carried]
     if not home and carried.sent.dtype is not torch.uint8:
         beside += [c for c in seen.carried if c.sent.dtype is torch.int32 or _is_weights(c, carried)]
-    return sum(c.sent[:1].nbytes if len(c.sent) else c.sent.new_empty(1, *c.sent.shape[1:]).nbytes for c in beside)
+    return sum((c.sent.shape[-1] if c.sent.dim() > 1 else 1) * c.sent.itemsize for c in beside)
 
 
 def _is_weights(other: Carried, carried: Carried) -> bool:
