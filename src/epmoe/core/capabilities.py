@@ -13,7 +13,6 @@ class Capabilities:
 
     Attributes:
         dtypes: of activations and expert weights.
-        cpu_dtypes: those that also work on a CPU; None for all of them.
         devices: "cpu", "cuda".
         min_arch: the lowest CUDA compute capability, e.g. (9, 0).
         transports: of the group, see `EPGroup.transport`.
@@ -27,7 +26,6 @@ class Capabilities:
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
-    cpu_dtypes: tuple[torch.dtype, ...] | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
     min_arch: tuple[int, int] | None = None
     transports: tuple[str, ...] = ("single", "gloo", "nccl")
@@ -61,12 +59,6 @@ class Capabilities:
             )
             if asked is not None and limit is not None and asked > limit
         ]
-        if (
-            spec.device == "cpu"
-            and spec.dtype
-            and spec.dtype not in (self.cpu_dtypes or self.dtypes)
-        ):
-            reasons.append(f"dtype {spec.dtype} does not work on a CPU")
         if self.min_arch and spec.arch and spec.arch < self.min_arch:
             reasons.append(f"compute capability {spec.arch} is below {self.min_arch}")
         for wish in ("graph_capturable", "deterministic", "batch_invariant"):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epmoe.core.split import Rows
+
 ROW_ALIGNMENT = 16
 _WORD = 4  # bytes of an int32 and of a float32
 
@@ -62,6 +64,11 @@ class RowLayout:
     def weights(self, rows: Tensor) -> Tensor:
         """Routing weights: a view [..., K] float32."""
         return rows[..., self.weights_at : self.valid_at].view(torch.float32)
+
+    def unpack(self, rows: Tensor) -> Rows:
+        """Views of a packed buffer [..., row_bytes] uint8 as what experts take; the valid flag is not looked at."""
+        flat = rows.reshape(-1, self.row_bytes)
+        return Rows(x_RH=self.x(flat), slots_RJ=self.slots(flat), weights_RJ=self.weights(flat))
 
     def valid(self, rows: Tensor) -> Tensor:
         """1 where the row is a token, 0 where it is padding: a view [...] int32."""

@@ -18,11 +18,13 @@ H, I, K, E, E_LOCAL, EP = 4096, 2048, 8, 288, 72, 4
 
 def jobs(limit: int) -> dict:
     """name -> (kernel, {argument: type or constexpr value}, num_warps, num_stages)."""
+    import torch
+
+    from epmoe.core.packed_rows import RowLayout
+    from epmoe.core.routing import RouterConfig
     from epmoe.fused_triton.kernels import (
         DeviceLimits,
         GemmConfig,
-        RouterRule,
-        RowLayout,
         choose,
         dispatch,
         gemm,
@@ -32,10 +34,12 @@ def jobs(limit: int) -> dict:
         router,
     )
 
-    row = RowLayout(H, K, 2)
-    place = {"H": H, "K": K, "ITEMS": row.items, "WORDS": row.words, "ID_WORD": row.id_word}
-    rule = RouterRule(sigmoid=True, groups=8, topk_groups=4, scale=2.5).constexprs(E, K, True)
-    ids = {"E_LOCAL": E_LOCAL, "K": K, "WORDS": row.words, "ID_WORD": row.id_word, "BINS": 128}
+    row = RowLayout(H, K, torch.bfloat16)
+    items, words = row.row_bytes // 2, row.row_bytes // 4
+    place = {"H": H, "K": K, "ITEMS": items, "WORDS": words}
+    config = RouterConfig(scoring="sigmoid", groups=8, topk_groups=4, scale=2.5)
+    rule = router.compile_time_rule(config, E, K, True)
+    ids = {"E_LOCAL": E_LOCAL, "K": K, "WORDS": words, "BINS": 128}
     limits = DeviceLimits(limit, tma=True)
 
     def gemm_job(which: str, rows: int, **changes):
@@ -54,23 +58,28 @@ def jobs(limit: int) -> dict:
                 f"tensordesc<bf16[{config.block_r or config.block_m}, {config.block_k}]>"
             )
         if which == "gate_up":
-            meta |= {"w_ptr": w, "ITEMS": row.items}
+            meta |= {"w_ptr": w, "ITEMS": items}
             return gemm_kernels.gate_up_kernel, meta, warps, stages
-        meta |= {
-            "w_ptr": w,
-            "WORDS": row.words,
-            "WEIGHT_WORD": row.weight_word,
-        }
+        meta |= {"w_ptr": w, "WORDS": words}
         return gemm_kernels.down_kernel, meta, warps, stages
 
     group = {"BLOCK_M": 16, "BLOCK_S": 16, "BLOCK_N": 2048, "BLOCK_C": 4096, "MOST": 8192}
     split = {"tma": True, "tma_rows": True, "block_m": 128, "block_r": 64}
     split |= {"num_stages": 3, "block_k": 32}  # fits the smallest shared memory here
-    pack = {**place, **rule, "ROUTE": True, "KEEP": True, "EP": EP, "DESTS": 1, "BLOCK_H": 4096}
+    pack = {
+        **place,
+        **rule,
+        "ID_WORD": row.slots_at // 4,
+        "ROUTE": True,
+        "KEEP": True,
+        "EP": EP,
+        "DESTS": 1,
+        "BLOCK_H": 4096,
+    }
     return {
         "route": (router._route_kernel, rule, 1, 1),
         "route_pack": (dispatch._route_pack_kernel, pack, 4, 1),
-        "prepare": (dispatch._prepare_kernel, {**place, "BLOCK_H": 4096, "BLOCK_K": 8}, 4, 1),
+        "prepare": (dispatch._prepare_kernel, {**place, "WEIGHT_WORDS": words, "BLOCK_H": 4096, "BLOCK_K": 8}, 4, 1),
         "group": (metadata._group_kernel, {**ids, **group}, 8, 1),
         "count": (metadata._count_kernel, {**ids, "BLOCK": 256}, 4, 1),
         "place": (
@@ -97,7 +106,7 @@ def argument_type(name: str) -> str:
         "weights_ptr",
         "bias_ptr",
         "send_float_ptr",
-        "recv_float_ptr",
+        "recv_weights_ptr",
         "rows_ptr",
         "ret_ptr",
         "back_ptr",

@@ -9,10 +9,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: @triton.jit looks at it
 
 from epmoe.core.errors import InputError
+from epmoe.core.packed_rows import RowLayout
 from epmoe.core.placement import contiguous
 from epmoe.core.routing import RouterConfig, route
 from epmoe.fused_triton import kernels as kn
-from epmoe.fused_triton.kernels.layout import RowViews
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 0x7F7F7F7F
@@ -26,7 +26,7 @@ def tables(experts: int, ranks: int):
 
 def pack(x, ids, weights, experts, ranks, capacity, **router):
     owner_E, slot_E = tables(experts, ranks)
-    size = kn.row_bytes(x.shape[1], ids.shape[1], x.element_size())
+    size = RowLayout(x.shape[1], ids.shape[1], x.dtype).row_bytes
     send = torch.full(
         (ranks, capacity, size), 0xFF, dtype=torch.uint8, device=DEVICE
     )  # NaN everywhere
@@ -58,23 +58,18 @@ def toy_recv(rank: int):
 
 
 def test_toy_rows_carry_local_ids_weights_and_the_flag():
-    x_RH, ids_RK, weights_RK = kn.prepare_rows(toy_recv(0), 4, 2, torch.float32, 2)
-    assert ids_RK.tolist() == [[0, 1], [1, -1], [-1, -1], [0, -1]]
-    assert weights_RK.tolist() == [[0.75, 0.25], [0.75, 0.0], [0.0, 0.0], [0.75, 0.0]]
-    assert x_RH[:, 0].tolist() == [1.0, 2.0, 0.0, 4.0]
-    layout = kn.RowLayout(4, 2, 4)
-    assert (
-        RowViews.of(toy_recv(1), 4, 2, torch.float32).ints[:, layout.valid_word].tolist() == [1] * 4
-    )
-    assert RowViews.of(toy_recv(1), 4, 2, torch.float32).ints[1, layout.id_word :][:2].tolist() == [
-        -1,
-        0,
-    ]
+    layout = RowLayout(4, 2, torch.float32)
+    rows = kn.prepare_rows(layout.unpack(toy_recv(0)), 2)
+    assert rows.slots_RJ.tolist() == [[0, 1], [1, -1], [-1, -1], [0, -1]]
+    assert rows.weights_RJ.tolist() == [[0.75, 0.25], [0.75, 0.0], [0.0, 0.0], [0.75, 0.0]]
+    assert rows.x_RH[:, 0].tolist() == [1.0, 2.0, 0.0, 4.0]
+    assert layout.valid(toy_recv(1)).flatten().tolist() == [1] * 4
+    assert layout.unpack(toy_recv(1)).slots_RJ[1].tolist() == [-1, 0]
 
 
 def test_toy_router_prefers_low_ids_and_renormalises():
     logits = torch.tensor([[-9, 1.0986123, 0, -9], [1, 1, 1, 1]], device=DEVICE)
-    ids, weights = kn.route_tokens(logits, 2, kn.RouterRule())
+    ids, weights = kn.route_tokens(logits, 2, RouterConfig())
     assert ids.tolist() == [[1, 2], [0, 1]]
     torch.testing.assert_close(weights.cpu(), torch.tensor([[0.75, 0.25], [0.5, 0.5]]))
 
@@ -86,16 +81,6 @@ ROUTERS = [
     RouterConfig(scoring="sigmoid", groups=8, topk_groups=3, scale=2.5),
     RouterConfig(scoring="sigmoid", groups=4, topk_groups=2, renormalize=False),
 ]
-
-
-def rule_of(config: RouterConfig) -> kn.RouterRule:
-    return kn.RouterRule(
-        config.scoring == "sigmoid",
-        config.renormalize,
-        config.groups,
-        config.topk_groups,
-        config.scale,
-    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +96,7 @@ def test_router_equals_the_reference(config, dtype, bias):
     bias_E = torch.randn(72, generator=generator) * size if bias else None
     want_ids, want_weights = route(logits, config, 6, bias_E)
     device_bias = None if bias_E is None else bias_E.to(DEVICE)
-    ids, weights = kn.route_tokens(logits.to(DEVICE), 6, rule_of(config), device_bias)
+    ids, weights = kn.route_tokens(logits.to(DEVICE), 6, config, device_bias)
     assert torch.equal(ids.cpu(), want_ids)
     torch.testing.assert_close(weights.cpu(), want_weights, rtol=1e-5, atol=1e-7)
 
@@ -134,7 +119,7 @@ def test_router_equals_the_reference(config, dtype, bias):
 )
 def test_router_takes_any_expert_count(experts, topk):
     logits = torch.randn(2, experts, generator=torch.Generator().manual_seed(experts))
-    ids, weights = kn.route_tokens(logits.to(DEVICE), topk, kn.RouterRule())
+    ids, weights = kn.route_tokens(logits.to(DEVICE), topk, RouterConfig())
     want_ids, want_weights = route(logits, RouterConfig(), topk)
     assert torch.equal(ids.cpu(), want_ids)
     torch.testing.assert_close(weights.cpu(), want_weights, rtol=1e-5, atol=1e-7)
@@ -142,14 +127,15 @@ def test_router_takes_any_expert_count(experts, topk):
 
 def test_one_expert_per_token_weighs_exactly_one():
     logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    for sigmoid in (False, True):
-        assert kn.route_tokens(logits, 1, kn.RouterRule(sigmoid))[1].tolist() == [[1.0]] * 5
+    for scoring in ("softmax", "sigmoid"):
+        config = RouterConfig(scoring=scoring)
+        assert kn.route_tokens(logits, 1, config)[1].tolist() == [[1.0]] * 5
 
 
 def test_router_ids_stay_in_range_when_logits_are_nan():
     logits = torch.full((2, 5), float("nan"))
     logits[1, 3] = 1.0
-    ids = kn.route_tokens(logits.to(DEVICE), 2, kn.RouterRule(True))[0].tolist()
+    ids = kn.route_tokens(logits.to(DEVICE), 2, RouterConfig(scoring="sigmoid"))[0].tolist()
     assert ids == [[0, 1], [3, 0]]
 
 
@@ -165,7 +151,7 @@ def test_router_ids_stay_in_range_when_logits_are_nan():
 )
 def test_router_refuses_sizes_it_cannot_serve(experts, topk, rule):
     with pytest.raises(InputError, match="experts"):
-        kn.route_tokens(torch.zeros(1, experts, device=DEVICE), topk, kn.RouterRule(**rule))
+        kn.route_tokens(torch.zeros(1, experts, device=DEVICE), topk, RouterConfig(**rule))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -173,7 +159,8 @@ def test_pack_treats_bad_ids_as_no_expert_and_leaves_padding_inert(dtype):
     ids = torch.tensor([[-1, 2], [4, 3], [9, -7]], dtype=dtype, device=DEVICE)
     weights = torch.full((3, 2), 0.5, device=DEVICE)
     send = pack(torch.ones(3, 6, device=DEVICE), ids, weights, 4, 2, 5)
-    seen = [kn.prepare_rows(send[d], 6, 2, torch.float32, 2)[1].tolist() for d in (0, 1)]
+    layout = RowLayout(6, 2, torch.float32)
+    seen = [kn.prepare_rows(layout.unpack(send[d]), 2).slots_RJ.tolist() for d in (0, 1)]
     nothing = [-1, -1]
     assert seen[0] == [nothing] * 5
     assert seen[1] == [[-1, 0], [-1, 1], nothing, nothing, nothing]
@@ -189,16 +176,16 @@ def test_packed_rows_are_bitwise_the_tokens_also_from_strided_rows():
     ids, weights = random_ids(5, 3, 8)
     send = pack(x, ids, weights, 8, 2, 7)
     for d in (0, 1):
-        views = RowViews.of(send[d], 65, 3, torch.float16)
-        assert torch.equal(views.hidden[:5, :65], x)
-        assert views.ints[:, views.layout.valid_word].tolist() == [1] * 5 + [0] * 2
+        layout = RowLayout(65, 3, torch.float16)
+        assert torch.equal(layout.x(send[d])[:5], x)
+        assert layout.valid(send[d]).tolist() == [1] * 5 + [0] * 2
 
 
 def test_routing_while_packing_equals_routing_then_packing():
     generator = torch.Generator().manual_seed(3)
     x, logits = torch.randn(4, 32, generator=generator), torch.randn(4, 12, generator=generator)
     x, logits = x.to(DEVICE), logits.to(DEVICE)
-    rule = kn.RouterRule(sigmoid=True, scale=1.5)
+    rule = RouterConfig(scoring="sigmoid", scale=1.5)
     ids, weights = kn.route_tokens(logits, 3, rule)
     seen_ids, seen_weights = torch.full_like(ids, POISON), torch.full_like(weights, float("nan"))
     both = pack(x, seen_ids, seen_weights, 12, 3, 5, logits_TE=logits, rule=rule)
@@ -216,5 +203,7 @@ def test_wrong_buffers_are_refused_by_name():
         pack(x, ids, weights.half(), 4, 2, 2)
     with pytest.raises(InputError, match="x has strided rows"):
         pack(torch.zeros(2, 8, device=DEVICE)[:, ::2], ids, weights, 4, 2, 2)
-    with pytest.raises(InputError, match="packed rows have"):
-        RowViews.of(torch.zeros(1, 1, 48, dtype=torch.uint8), 4, 2, torch.float16)
+    owner_E, slot_E = tables(4, 2)
+    send = torch.zeros(2, 2, 32, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(InputError, match=r"a row of send has shape \(32,\): expected \(48,\)"):
+        kn.route_and_pack(x, owner_E, slot_E, send, ids, weights)

@@ -10,9 +10,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: @triton.jit looks at it
 
 from epmoe.core.errors import InputError
+from epmoe.core.packed_rows import RowLayout
 from epmoe.core.placement import contiguous
 from epmoe.fused_triton import kernels as kn
-from epmoe.fused_triton.kernels.layout import RowViews
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -50,15 +50,17 @@ def expected(x_TH, ids_TK, weights_TK, w13, w2):
 def run_owner(recv, w13, w2, ranks, config, down_config=None, rows_dtype=torch.float32, topk=2):
     """All of an owner rank's work on a received buffer; every buffer starts as NaN."""
     hidden, inner = w13.shape[2], w2.shape[2]
-    rows = RowViews.of(recv, hidden, topk, w13.dtype)
-    slots, experts = rows.rows * topk, w13.shape[0]
-    tiles = kn.group_slots(rows, experts, kn.make_tiles(slots, experts, config.tile_rows, DEVICE))
+    rows = RowLayout(hidden, topk, w13.dtype).unpack(recv)
+    slots, experts = rows.slots_RJ.numel(), w13.shape[0]
+    tiles = kn.group_slots(
+        rows.slots_RJ, experts, kn.make_tiles(slots, experts, config.tile_rows, DEVICE)
+    )
     h_NI = torch.full((slots, inner), float("nan"), dtype=w13.dtype, device=DEVICE)
     rows_NH = torch.full((slots, hidden), float("nan"), dtype=rows_dtype, device=DEVICE)
     ret = torch.full((*recv.shape[:2], hidden), float("nan"), device=DEVICE)
     kn.gate_up(rows, w13, tiles, h_NI, config, ranks=ranks, scratch=rows_NH)
     kn.down(rows, h_NI, w2, tiles, rows_NH, down_config or config, ranks=ranks)
-    kn.reduce_slots(rows, rows_NH, experts, ret)
+    kn.reduce_slots(rows.slots_RJ, rows_NH, experts, ret)
     return ret
 
 
@@ -70,7 +72,7 @@ def run_layer(layer, config, capacity=None, **kwargs):
     place = contiguous(w13.shape[0], ranks)
     owner_E = torch.tensor(place.owners, dtype=torch.int32, device=DEVICE)
     slot_E = torch.tensor(place.slots, dtype=torch.int32, device=DEVICE)
-    size = kn.row_bytes(hidden, topk, x.element_size())
+    size = RowLayout(hidden, topk, x.dtype).row_bytes
     send = torch.full((ranks, ranks, capacity, size), 0xFF, dtype=torch.uint8, device=DEVICE)
     for source in range(ranks):
         local = (x[source].to(DEVICE), owner_E, slot_E, send[source])
@@ -217,9 +219,8 @@ def test_bfloat16_canary(shape):
 
 
 def test_gemm_buffers_are_refused_by_name():
-    rows = RowViews.of(
-        torch.zeros(1, 2, kn.row_bytes(16, 2, 2), dtype=torch.uint8), 16, 2, torch.float16
-    )
+    layout = RowLayout(16, 2, torch.float16)
+    rows = layout.unpack(torch.zeros(1, 2, layout.row_bytes, dtype=torch.uint8))
     tiles = kn.make_tiles(4, 1, 16, "cpu")
     w13, h = torch.zeros(1, 32, 16, dtype=torch.float16), torch.zeros(4, 16, dtype=torch.float16)
     with pytest.raises(InputError, match=r"w13 has shape .* pass w13\.contiguous"):

@@ -9,8 +9,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: @triton.jit looks at it
 
 from epmoe.core.errors import InputError
+from epmoe.core.packed_rows import RowLayout
+from epmoe.core.split import Rows
 from epmoe.fused_triton import kernels as kn
-from epmoe.fused_triton.kernels.layout import RowViews
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 0x7F7F7F7F
@@ -19,7 +20,7 @@ POISON = 0x7F7F7F7F
 def test_toy_slots_are_listed_expert_by_expert():
     """Rank 0 of the toy routing in the package's docstring."""
     rows = recv_with_ids(torch.tensor([[0, 1], [1, -1], [-1, -1], [0, -1]], dtype=torch.int32))
-    tiles = kn.group_slots(rows, 2, kn.make_tiles(8, 2, 16, DEVICE))
+    tiles = kn.group_slots(rows.slots_RJ, 2, kn.make_tiles(8, 2, 16, DEVICE))
     assert tiles.sorted_slots.tolist() == [0, 6, 1, 2, 3, 4, 5, 7]
     assert tiles.offsets.tolist() == [0, 2, 4]
     assert tiles.num_tiles.item() == 2
@@ -47,15 +48,12 @@ def check_tiles(tiles, experts):
     assert tiles.tiles[:, 3].unique().tolist() == [len(want)]
 
 
-def recv_with_ids(ids_RK: torch.Tensor, hidden: int = 2) -> RowViews:
-    rows, topk = ids_RK.shape
-    size = kn.row_bytes(hidden, topk, 4)
-    views = RowViews.of(
-        torch.full((rows, size), 0xFF, dtype=torch.uint8), hidden, topk, torch.float32
-    )
-    views.ints[:, views.layout.id_word : views.layout.weight_word] = ids_RK
-    buffer = views.ints.view(torch.uint8).to(DEVICE)
-    return RowViews.of(buffer, hidden, topk, torch.float32)
+def recv_with_ids(ids_RK: torch.Tensor, hidden: int = 2) -> Rows:
+    layout = RowLayout(hidden, ids_RK.shape[1], torch.float32)
+    buffer = torch.full((len(ids_RK), layout.row_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
+    rows = layout.unpack(buffer)
+    rows.slots_RJ.copy_(ids_RK)
+    return rows
 
 
 def metadata_case(name: str):
@@ -93,7 +91,7 @@ def test_metadata_equals_a_stable_sort(case, path, monkeypatch):
     out = kn.make_tiles(slots, experts, 16, DEVICE)
     for buffer in (out.offsets, out.sorted_slots, out.tiles, out.num_tiles, out.counts):
         buffer.fill_(POISON)
-    kn.group_slots(rows, experts, out)
+    kn.group_slots(rows.slots_RJ, experts, out)
     want_slots, want_offsets = sorted_by_torch(ids_RK, experts)
     assert out.offsets.tolist() == want_offsets.tolist()
     assert out.sorted_slots.tolist() == want_slots.tolist()
@@ -102,7 +100,7 @@ def test_metadata_equals_a_stable_sort(case, path, monkeypatch):
 
 def test_many_tokens_on_one_expert_are_counted_exactly():
     ids_RK = torch.full((9000, 1), 1, dtype=torch.int32)
-    out = kn.group_slots(recv_with_ids(ids_RK), 2, kn.make_tiles(9000, 2, 128, DEVICE))
+    out = kn.group_slots(recv_with_ids(ids_RK).slots_RJ, 2, kn.make_tiles(9000, 2, 128, DEVICE))
     assert out.counts.shape[0] > 0, "9000 slots must take the path of many slots"
     assert out.offsets.tolist() == [0, 0, 9000]
     assert out.sorted_slots.tolist() == list(range(9000))
@@ -125,8 +123,8 @@ def test_rows_are_copied_side_by_side_for_tensor_descriptors():
     rows = recv_with_ids(
         torch.tensor([[0, 1], [1, -1], [-1, -1], [0, -1]], dtype=torch.int32), hidden=4
     )
-    rows.hidden[:, :4] = torch.arange(4.0, device=DEVICE)[:, None]
-    tiles = kn.group_slots(rows, 2, kn.make_tiles(8, 2, 16, DEVICE))
+    rows.x_RH[:] = torch.arange(4.0, device=DEVICE)[:, None]
+    tiles = kn.group_slots(rows.slots_RJ, 2, kn.make_tiles(8, 2, 16, DEVICE))
     scratch = torch.full((8, 4), float("nan"), device=DEVICE)
     x_NH = kn.gather_rows(rows, tiles, scratch)
     assert x_NH.data_ptr() == scratch.data_ptr()
@@ -139,4 +137,4 @@ def test_rows_are_copied_side_by_side_for_tensor_descriptors():
 def test_a_work_list_of_another_size_is_refused():
     rows = recv_with_ids(torch.zeros(4, 2, dtype=torch.int32))
     with pytest.raises(InputError, match="make_tiles"):
-        kn.group_slots(rows, 2, kn.make_tiles(4, 2, 16, DEVICE))
+        kn.group_slots(rows.slots_RJ, 2, kn.make_tiles(4, 2, 16, DEVICE))

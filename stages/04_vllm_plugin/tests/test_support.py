@@ -144,7 +144,7 @@ def test_a_stage_that_waits_for_the_host_refuses_graphs_and_names_the_option():
 
 
 def test_what_the_stage_declares_counts_too():
-    can = Capabilities(cpu_dtypes=(torch.float32,), max_topk=1, min_arch=(9, 5))
+    can = Capabilities(dtypes=(torch.float32,), max_topk=1, min_arch=(9, 5))
     assert len(reasons_against(parts(), can)) == 2
     assert any("compute capability (9, 0)" in why for why in reasons_against(parts("cuda"), can))
 

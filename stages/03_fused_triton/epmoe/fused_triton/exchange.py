@@ -19,7 +19,7 @@ class FusedExchange:
     def __init__(self, spec: LayerSpec, workspace: Workspace, fusions: frozenset[str], pdl: bool):
         self.group, self.workspace, self.fusions, self.pdl = spec.group, workspace, fusions, pdl
         self.layout = RowLayout(spec.shape.hidden, spec.shape.topk, spec.dtype)
-        self.rule = _rule(spec)
+        self.rule = spec.shape.router
         self.ring = bool(spec.options.get("ring"))
         self.owner_E = spec.placement.owner_table(spec.device)
         self.slot_E = spec.placement.slot_table(spec.device)
@@ -60,13 +60,7 @@ class FusedExchange:
         else:
             twins.pack(self, send_DCB, x_TH, *routing)
         self.group.all_to_all(recv_SCB, send_DCB)
-        recv_RB = recv_SCB.flatten(0, 1)
-        rows = Rows(  # views: the kernels read the packed rows in place
-            x_RH=self.layout.x(recv_RB),
-            slots_RJ=self.layout.slots(recv_RB),
-            weights_RJ=self.layout.weights(recv_RB),
-        )
-        return rows, x_TH
+        return self.layout.unpack(recv_SCB), x_TH  # views: the kernels read packed rows in place
 
     # --8<-- [end:dispatch]
 
@@ -102,14 +96,3 @@ class FusedExchange:
 
     def close(self) -> None:
         """The workspace may be shared; its maker clears it."""
-
-
-def _rule(spec: LayerSpec) -> kernels.RouterRule:
-    router = spec.shape.router
-    return kernels.RouterRule(
-        sigmoid=router.scoring == "sigmoid",
-        renormalize=router.renormalize,
-        groups=router.groups,
-        topk_groups=router.topk_groups,
-        scale=router.scale,
-    )

@@ -23,6 +23,9 @@ class TritonExperts:
         tuning: tile sizes by number of rows.
         ranks: EP: how many of the rows are likely to be for this rank (any number is right).
         fusions, pdl: which steps are fused; see `fusions`.
+
+    Weighed expert outputs are kept in float32 until they are added; only where tiles are those of a long prefill, which
+    is bound by what it moves, in the layer's dtype (rounded once, after the weight). `exact` keeps float32 always.
     """
 
     def __init__(
@@ -33,10 +36,11 @@ class TritonExperts:
         ranks: int,
         fusions: frozenset[str],
         pdl: bool,
+        exact: bool = False,
     ):
         self.weights = ExpertWeights(weights.w13_E2IH.contiguous(), weights.w2_EHI.contiguous())
         self.workspace, self.tuning, self.ranks = workspace, tuning, ranks
-        self.fusions, self.pdl = fusions, pdl
+        self.fusions, self.pdl, self.exact = fusions, pdl, exact
         self._tiles: dict[tuple[int, int], kernels.ExpertTiles] = {}
 
     # --8<-- [start:experts]
@@ -46,17 +50,17 @@ class TritonExperts:
         config = self.tuning.choice(slots // max(1, self.ranks * rows.slots_RJ.shape[1])).config
         tiles = self._group(rows, config.block_m)
         if "gather" not in self.fusions:
-            rows = Rows(
-                x_RH=rows.x_RH.contiguous(), slots_RJ=rows.slots_RJ, weights_RJ=rows.weights_RJ
-            )
+            rows = kernels.prepare_rows(rows, weights.experts, pdl=self.pdl)
         h_NI = self._buffer("h", slots, weights.intermediate, weights.dtype)
-        f_NH = self._buffer("f", slots, weights.hidden, torch.float32)
+        wide_NH = self._buffer("f", slots, weights.hidden, torch.float32)
+        f_NH = (
+            wide_NH if self.exact or not config.down.tma_rows else as_dtype(wide_NH, weights.dtype)
+        )
         how = {"ranks": self.ranks, "pdl": self.pdl}
-        kernels.gate_up(views_of(rows), weights.w13_E2IH, tiles, h_NI, config.gate_up, **how)
-        kernels.down(views_of(rows), h_NI, weights.w2_EHI, tiles, f_NH, config.down, **how)
-        ledger.record_rows(
-            lambda: int(tiles.num_tiles) * tiles.block_m
-        )  # unused tiles exit at once
+        kernels.gate_up(rows, weights.w13_E2IH, tiles, h_NI, config.gate_up, scratch=wide_NH, **how)
+        kernels.down(rows, h_NI, weights.w2_EHI, tiles, f_NH, config.down, **how)
+        # tiles that the list does not name exit at once
+        ledger.record_rows(lambda: int(tiles.num_tiles) * tiles.block_m)
         return self._reduce(rows, f_NH)
 
     # --8<-- [end:experts]
@@ -64,7 +68,7 @@ class TritonExperts:
     def _group(self, rows: Rows, block_m: int) -> kernels.ExpertTiles:
         tiles = self._work_list(rows.slots_RJ.numel(), block_m)
         if "metadata" in self.fusions:
-            kernels.group_slots(views_of(rows), self.weights.experts, tiles, pdl=self.pdl)
+            kernels.group_slots(rows.slots_RJ, self.weights.experts, tiles, pdl=self.pdl)
         else:
             twins.group_slots(rows.slots_RJ, self.weights.experts, tiles)
         return tiles
@@ -73,7 +77,7 @@ class TritonExperts:
         if "reduce" not in self.fusions:
             return twins.reduce_slots(rows.slots_RJ, f_NH, self.weights.experts)
         y_RH = torch.empty(len(rows.slots_RJ), self.weights.hidden, device=f_NH.device)
-        kernels.reduce_slots(views_of(rows), f_NH, self.weights.experts, y_RH, pdl=self.pdl)
+        kernels.reduce_slots(rows.slots_RJ, f_NH, self.weights.experts, y_RH, pdl=self.pdl)
         return y_RH
 
     def _work_list(self, slots: int, block_m: int) -> kernels.ExpertTiles:
@@ -97,22 +101,6 @@ class TritonExperts:
         self._buffer("f", slots, self.weights.hidden, torch.float32)
 
 
-class _L:
-    def __init__(self, **k):
-        self.__dict__.update(k)
-
-
-def views_of(rows):
-    w = rows.weights_RJ
-    if w.stride(0) != rows.slots_RJ.stride(0):
-        rows = Rows(x_RH=rows.x_RH, slots_RJ=rows.slots_RJ.contiguous(), weights_RJ=w.contiguous())
-    R, J = rows.slots_RJ.shape
-    lay = _L(
-        hidden=rows.x_RH.shape[1],
-        topk=J,
-        items=rows.x_RH.stride(0),
-        words=rows.slots_RJ.stride(0),
-        id_word=0,
-        weight_word=0,
-    )
-    return kernels.RowViews(rows.x_RH, rows.slots_RJ, rows.weights_RJ, lay, R)
+def as_dtype(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """A buffer of that shape and a narrower dtype in the same memory."""
+    return buffer.view(-1).view(dtype)[: buffer.numel()].view(buffer.shape)

@@ -49,7 +49,7 @@ class FusedTritonLayer(SplitLayer[Tensor]):
         pdl = "overlap" in self.fusions and pdl_supported(spec.device)
         tuning = Tuning.of(spec, self.pinned)
         experts = TritonExperts(
-            spec.weights, self.workspace, tuning, spec.group.size, self.fusions, pdl
+            spec.weights, self.workspace, tuning, spec.group.size, self.fusions, pdl, self.pinned
         )
         experts.reserve(spec.group.size * spec.max_tokens_per_rank * spec.shape.topk)
         super().__init__(spec, FusedExchange(spec, self.workspace, self.fusions, pdl), experts)
@@ -106,10 +106,6 @@ STAGE = Stage(
     summary="the same two exchanges; everything around them in fused Triton kernels",
     capabilities=Capabilities(
         transports=("single", "gloo", "nccl", "loopback"),
-        cpu_dtypes=(
-            torch.float32,
-            torch.float16,
-        ),  # Triton's interpreter multiplies bfloat16 wrongly
         min_arch=(8, 0),
         graph_capturable=True,
         deterministic=True,

@@ -28,19 +28,15 @@ from epmoe.fused_triton.kernels.config import (
 )
 from epmoe.fused_triton.kernels.dispatch import gather_rows, prepare_rows, route_and_pack
 from epmoe.fused_triton.kernels.gemm import down, gate_up
-from epmoe.fused_triton.kernels.layout import RowLayout, RowViews, row_bytes
 from epmoe.fused_triton.kernels.metadata import ExpertTiles, group_slots, make_tiles, max_tiles
 from epmoe.fused_triton.kernels.reduce import merge_ranks, reduce_slots
-from epmoe.fused_triton.kernels.router import RouterRule, route_tokens
+from epmoe.fused_triton.kernels.router import route_tokens
 
 __all__ = [
     "DeviceLimits",
     "ExpertTiles",
     "GemmConfig",
     "LayerConfig",
-    "RouterRule",
-    "RowLayout",
-    "RowViews",
     "choose",
     "config_space",
     "down",
@@ -54,5 +50,4 @@ __all__ = [
     "reduce_slots",
     "route_and_pack",
     "route_tokens",
-    "row_bytes",
 ]

@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from epmoe.core.packed_rows import RowLayout
+from epmoe.core.routing import RouterConfig
+from epmoe.core.split import Rows
 from epmoe.fused_triton.kernels._checks import (
     FLOATS,
     need,
@@ -22,9 +25,13 @@ from epmoe.fused_triton.kernels._checks import (
     power_of_two,
 )
 from epmoe.fused_triton.kernels._launch import launch, multiprocessors, pdl_start_next, pdl_wait
-from epmoe.fused_triton.kernels.layout import RowViews
 from epmoe.fused_triton.kernels.metadata import ExpertTiles
-from epmoe.fused_triton.kernels.router import RouterRule, check_logits, select_experts
+from epmoe.fused_triton.kernels.router import (
+    check_logits,
+    check_router,
+    compile_time_rule,
+    select_experts,
+)
 
 _MAX_BLOCK_H = 4096
 _WARPS = 1  # the router's reductions then need no barrier
@@ -92,7 +99,7 @@ def _route_pack_kernel(
 
 def route_and_pack(
     x_TH: Tensor, owner_E: Tensor, slot_E: Tensor, send: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor,
-    *, logits_TE: Tensor | None = None, bias_E: Tensor | None = None, rule: RouterRule | None = None,
+    *, logits_TE: Tensor | None = None, bias_E: Tensor | None = None, rule: RouterConfig | None = None,
     pdl: bool = False,
 ) -> None:  # fmt: skip
     """Write `send` [EP, C, row_bytes] uint8 from the tokens of this rank, in one launch.
@@ -107,27 +114,28 @@ def route_and_pack(
     """
     _check_tokens(x_TH, topk_ids_TK, topk_weights_TK, send)
     experts, topk = owner_E.shape[0], topk_ids_TK.shape[1]
-    rule = rule or RouterRule()
+    rule = rule or RouterConfig()
     _check_tables(owner_E, slot_E)
     if logits_TE is not None:
         check_logits(logits_TE, bias_E)
         need_shape("logits", logits_TE, (x_TH.shape[0], experts))
         need_dtype("topk_ids", topk_ids_TK, torch.int32)
-        rule.check(experts, topk)
-    views = RowViews.of(send, x_TH.shape[1], topk, x_TH.dtype)
+        check_router(rule, experts, topk)
+    layout = RowLayout(x_TH.shape[1], topk, x_TH.dtype)
     logits = topk_weights_TK if logits_TE is None else logits_TE
     bias = logits if bias_E is None else bias_E
-    ranks, capacity, layout = send.shape[0], send.shape[1], views.layout
+    ranks, capacity = send.shape[0], send.shape[1]
     # few tokens: a program per destination fills the GPU; many: read each token once
     dests = 1 if capacity <= 256 else power_of_two(ranks)
     launch(
         _route_pack_kernel, (capacity, -(-ranks // dests)),
-        x_TH, logits, bias, topk_ids_TK, topk_weights_TK, owner_E, slot_E, views.hidden, views.ints, views.floats,
+        x_TH, logits, bias, topk_ids_TK, topk_weights_TK, owner_E, slot_E,
+        send.view(x_TH.dtype), send.view(torch.int32), send.view(torch.float32),
         x_TH.shape[0], capacity, x_TH.stride(0), logits.stride(0),
-        H=layout.hidden, ITEMS=layout.items, WORDS=layout.words, ID_WORD=layout.id_word,
-        ROUTE=logits_TE is not None, KEEP=True, EP=ranks, DESTS=dests,
+        H=layout.hidden, ITEMS=layout.row_bytes // x_TH.itemsize, WORDS=layout.row_bytes // 4,
+        ID_WORD=layout.slots_at // 4, ROUTE=logits_TE is not None, KEEP=True, EP=ranks, DESTS=dests,
         BLOCK_H=power_of_two(min(x_TH.shape[1], _MAX_BLOCK_H)),
-        **rule.constexprs(experts, topk, bias_E is not None), num_warps=_WARPS, pdl=pdl,
+        **compile_time_rule(rule, experts, topk, bias_E is not None), num_warps=_WARPS, pdl=pdl,
     )  # fmt: skip
 
 
@@ -152,14 +160,16 @@ def _check_tokens(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, send: Tensor
     need_shape("topk_weights", weights_TK, (tokens, topk))
     need_dtype("topk_ids", ids_TK, torch.int32, torch.int64)
     need_dtype("topk_weights", weights_TK, torch.float32)
-    need_contiguous(topk_ids=ids_TK, topk_weights=weights_TK)
+    need_contiguous(topk_ids=ids_TK, topk_weights=weights_TK, send=send)
+    need_dtype("send", send, torch.uint8)
+    need_shape("a row of send", send[0, 0], (RowLayout(x_TH.shape[1], topk, x_TH.dtype).row_bytes,))
 
 
 # --8<-- [start:prepare]
 @triton.jit
 def _prepare_kernel(
-    recv_x_ptr, recv_int_ptr, recv_float_ptr, x_ptr, ids_ptr, weights_ptr, E_LOCAL,
-    H: tl.constexpr, K: tl.constexpr, ITEMS: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr,
+    recv_x_ptr, recv_ids_ptr, recv_weights_ptr, x_ptr, ids_ptr, weights_ptr, E_LOCAL,
+    H: tl.constexpr, K: tl.constexpr, ITEMS: tl.constexpr, WORDS: tl.constexpr, WEIGHT_WORDS: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program r unpacks received row r. Row 1 of the toy on rank 0: ids (1, -1), weights (0.75, 0)."""
@@ -168,12 +178,10 @@ def _prepare_kernel(
     mask_k = offs_k < K
     pdl_wait(PDL)
     pdl_start_next(PDL)
-    ids = tl.load(recv_int_ptr + r * WORDS + ID_WORD + offs_k, mask=mask_k, other=-1)
+    ids = tl.load(recv_ids_ptr + r * WORDS + offs_k, mask=mask_k, other=-1)
     known = (ids >= 0) & (ids < E_LOCAL)
     # a weight without a local expert may be anything, NaN included: it must not survive
-    weights = tl.load(
-        recv_float_ptr + r * WORDS + ID_WORD + K + offs_k, mask=mask_k & known, other=0.0
-    )
+    weights = tl.load(recv_weights_ptr + r * WEIGHT_WORDS + offs_k, mask=mask_k & known, other=0.0)
     tl.store(ids_ptr + r * K + offs_k, tl.where(known, ids, -1), mask=mask_k)
     tl.store(weights_ptr + r * K + offs_k, weights, mask=mask_k)
     needed = tl.sum(known.to(tl.int32), axis=0) > 0
@@ -188,31 +196,27 @@ def _prepare_kernel(
 # --8<-- [end:prepare]
 
 
-def prepare_rows(
-    recv: Tensor,
-    hidden: int,
-    topk: int,
-    dtype: torch.dtype,
-    local_experts: int,
-    *,
-    pdl: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def prepare_rows(rows: Rows, local_experts: int, *, pdl: bool = False) -> Rows:
     """Unpack received rows: the alternative to GEMMs that read them in place.
 
+    Args:
+        rows: views of packed rows, or any others.
+        local_experts: E_local.
+
     Returns:
-        x_RH [R, H] `dtype`, ids_RK [R, K] int32 in [-1, local_experts), weights_RK [R, K] float32.
+        contiguous x_RH, slots_RJ in [-1, local_experts) and weights_RJ, zero where no local expert is named.
     """
-    rows = RowViews.of(recv, hidden, topk, dtype)
-    x_RH = torch.empty((rows.rows, hidden), dtype=dtype, device=recv.device)
-    ids_RK = torch.empty((rows.rows, topk), dtype=torch.int32, device=recv.device)
-    weights_RK = torch.empty_like(ids_RK, dtype=torch.float32)
-    layout = rows.layout
+    (count, places), hidden = rows.slots_RJ.shape, rows.x_RH.shape[1]
+    x_RH = rows.x_RH.new_empty(count, hidden)
+    slots_RJ = rows.slots_RJ.new_empty(count, places)
+    weights_RJ = rows.weights_RJ.new_empty(count, places)
     launch(
-        _prepare_kernel, (rows.rows,), rows.hidden, rows.ints, rows.floats, x_RH, ids_RK, weights_RK, local_experts,
-        H=hidden, K=topk, ITEMS=layout.items, WORDS=layout.words, ID_WORD=layout.id_word,
-        BLOCK_H=power_of_two(min(hidden, _MAX_BLOCK_H)), BLOCK_K=power_of_two(topk), num_warps=4, pdl=pdl,
+        _prepare_kernel, (count,), rows.x_RH, rows.slots_RJ, rows.weights_RJ, x_RH, slots_RJ, weights_RJ, local_experts,
+        H=hidden, K=places, ITEMS=rows.x_RH.stride(0), WORDS=rows.slots_RJ.stride(0),
+        WEIGHT_WORDS=rows.weights_RJ.stride(0),
+        BLOCK_H=power_of_two(min(hidden, _MAX_BLOCK_H)), BLOCK_K=power_of_two(places), num_warps=4, pdl=pdl,
     )  # fmt: skip
-    return x_RH, ids_RK, weights_RK
+    return Rows(x_RH=x_RH, slots_RJ=slots_RJ, weights_RJ=weights_RJ)
 
 
 @triton.jit
@@ -236,7 +240,7 @@ def _gather_kernel(
 
 
 def gather_rows(
-    rows: RowViews, tiles: ExpertTiles, scratch: Tensor | None, *, pdl: bool = False
+    rows: Rows, tiles: ExpertTiles, scratch: Tensor | None, *, pdl: bool = False
 ) -> Tensor:
     """Copy the rows of all local assignments side by side, in expert-major order, for GEMMs that load them by TMA.
 
@@ -248,22 +252,22 @@ def gather_rows(
     Returns:
         x_NH [N, H], a view of `scratch`; positions at and after offsets[-1] stay unwritten.
     """
-    layout, slots, dtype = rows.layout, tiles.sorted_slots.shape[0], rows.hidden.dtype
-    size = slots * layout.hidden * dtype.itemsize
+    slots, hidden, dtype = tiles.sorted_slots.shape[0], rows.x_RH.shape[1], rows.x_RH.dtype
+    size = slots * hidden * dtype.itemsize
     if scratch is None:
-        scratch = torch.empty(size, dtype=torch.uint8, device=rows.hidden.device)
+        scratch = torch.empty(size, dtype=torch.uint8, device=rows.x_RH.device)
     need_contiguous(scratch=scratch)
     need(scratch.nbytes >= size, f"scratch has {scratch.nbytes} bytes: {size} are needed")
     need(
         scratch.data_ptr() % 16 == 0,
         "scratch starts off a multiple of 16 bytes: pass a whole buffer",
     )
-    x_NH = scratch.view(-1).view(torch.uint8)[:size].view(dtype).view(slots, layout.hidden)
-    block_h = power_of_two(min(layout.hidden, 2048))
-    programs = min(-(-slots // 4), 8 * multiprocessors(rows.hidden.device))
+    x_NH = scratch.view(-1).view(torch.uint8)[:size].view(dtype).view(slots, hidden)
+    block_h = power_of_two(min(hidden, 2048))
+    programs = min(-(-slots // 4), 8 * multiprocessors(rows.x_RH.device))
     launch(
-        _gather_kernel, (programs, -(-layout.hidden // block_h)),
-        rows.hidden, x_NH, tiles.sorted_slots, tiles.offsets, tiles.offsets.shape[0] - 1,
-        H=layout.hidden, K=layout.topk, ITEMS=layout.items, ROWS=4, BLOCK_H=block_h, num_warps=4, pdl=pdl,
+        _gather_kernel, (programs, -(-hidden // block_h)),
+        rows.x_RH, x_NH, tiles.sorted_slots, tiles.offsets, tiles.offsets.shape[0] - 1,
+        H=hidden, K=rows.slots_RJ.shape[1], ITEMS=rows.x_RH.stride(0), ROWS=4, BLOCK_H=block_h, num_warps=4, pdl=pdl,
     )  # fmt: skip
     return x_NH

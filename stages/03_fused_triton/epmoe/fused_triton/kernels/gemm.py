@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from epmoe.core.split import Rows
 from epmoe.fused_triton.kernels._checks import need, need_contiguous, need_dtype, need_shape
 from epmoe.fused_triton.kernels._launch import launch, multiprocessors
 from epmoe.fused_triton.kernels.config import GemmConfig
 from epmoe.fused_triton.kernels.dispatch import gather_rows
 from epmoe.fused_triton.kernels.gemm_kernels import down_kernel, gate_up_kernel
-from epmoe.fused_triton.kernels.layout import RowViews
 from epmoe.fused_triton.kernels.metadata import ExpertTiles, max_tiles
 
 _WIDTH_MESSAGE = "block_r={} needs rows of a multiple of 16 bytes: use block_r=0 for width {}"
@@ -49,7 +49,7 @@ def _row_arguments(
 
 
 def gate_up(
-    rows: RowViews, w13_E2IH: Tensor, tiles: ExpertTiles, h_NI: Tensor, config: GemmConfig,
+    rows: Rows, w13_E2IH: Tensor, tiles: ExpertTiles, h_NI: Tensor, config: GemmConfig,
     *, ranks: int = 1, scratch: Tensor | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Write h_NI [N, I], the SwiGLU activations of all local assignments, at their expert-major positions.
@@ -64,17 +64,17 @@ def gate_up(
             will do). With tma_rows the rows are first copied there in expert-major order; None allocates.
     """
     experts, double, hidden = w13_E2IH.shape
-    layout, slots = rows.layout, tiles.sorted_slots.shape[0]
+    slots = tiles.sorted_slots.shape[0]
     _check_gemm(tiles, config, experts, w13=w13_E2IH, h=h_NI)
-    need_dtype("w13", w13_E2IH, rows.hidden.dtype)
-    need_dtype("h", h_NI, rows.hidden.dtype)
-    need(hidden == layout.hidden, f"w13 has H={hidden}, the rows have H={layout.hidden}")
+    need_dtype("w13", w13_E2IH, rows.x_RH.dtype)
+    need_dtype("h", h_NI, rows.x_RH.dtype)
+    need_shape("x", rows.x_RH, (len(rows.slots_RJ), hidden))
     need_shape("h", h_NI, (slots, double // 2))
     if experts == 0 or slots == 0:
         return
     w = _matrix(w13_E2IH, config.block_n, config, config.tma)
     columns = -(-double // 2 // config.block_n)
-    x = rest = rows.hidden
+    x = rest = rows.x_RH
     if config.tma_rows and hidden * x.itemsize % 16 == 0:
         x, rest = _row_arguments(gather_rows(rows, tiles, scratch, pdl=pdl), config)
     else:
@@ -82,13 +82,13 @@ def gate_up(
     launch(
         gate_up_kernel, (_programs(tiles, experts, columns, ranks, config),),
         x, rest, w, h_NI, tiles.sorted_slots, tiles.tiles,
-        H=hidden, I=double // 2, K=layout.topk, ITEMS=layout.items,
+        H=hidden, I=double // 2, K=rows.slots_RJ.shape[1], ITEMS=rows.x_RH.stride(0),
         TMA_ROWS=isinstance(x, TensorDescriptor), **compile_time(config, isinstance(w, TensorDescriptor)), pdl=pdl,
     )  # fmt: skip
 
 
 def down(
-    rows: RowViews, h_NI: Tensor, w2_EHI: Tensor, tiles: ExpertTiles, out_NH: Tensor, config: GemmConfig,
+    rows: Rows, h_NI: Tensor, w2_EHI: Tensor, tiles: ExpertTiles, out_NH: Tensor, config: GemmConfig,
     *, ranks: int = 1, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Write out_NH [N, H]: weight times expert output, at the slot of every local assignment; other rows untouched.
@@ -101,13 +101,13 @@ def down(
         ranks, pdl: as in `gate_up`. With pdl the kernel before this one must be `gate_up` on the same tiles.
     """
     experts, hidden, inner = w2_EHI.shape
-    layout, slots = rows.layout, tiles.sorted_slots.shape[0]
+    slots = tiles.sorted_slots.shape[0]
     _check_gemm(tiles, config, experts, w2=w2_EHI, h=h_NI, out=out_NH)
     need_dtype("w2", w2_EHI, h_NI.dtype)
     need_dtype("out", out_NH, torch.float32, h_NI.dtype)
     need_shape("h", h_NI, (slots, inner))
-    need_shape("out", out_NH, (slots, layout.hidden))
-    need(hidden == layout.hidden, f"w2 has H={hidden}, the rows have H={layout.hidden}")
+    need_shape("out", out_NH, (slots, hidden))
+    need_shape("weights", rows.weights_RJ, tuple(rows.slots_RJ.shape))
     if experts == 0 or slots == 0:
         return
     w = _matrix(w2_EHI, config.block_n, config, config.tma)
@@ -115,8 +115,8 @@ def down(
     columns = -(-hidden // config.block_n)
     launch(
         down_kernel, (_programs(tiles, experts, columns, ranks, config),),
-        h, rest, w, rows.floats, out_NH, tiles.sorted_slots, tiles.tiles,
-        H=hidden, I=inner, K=layout.topk, WORDS=layout.words, WEIGHT_WORD=layout.weight_word,
+        h, rest, w, rows.weights_RJ, out_NH, tiles.sorted_slots, tiles.tiles,
+        H=hidden, I=inner, K=rows.slots_RJ.shape[1], WORDS=rows.weights_RJ.stride(0),
         TMA_ROWS=isinstance(h, TensorDescriptor), **compile_time(config, isinstance(w, TensorDescriptor)), pdl=pdl,
     )  # fmt: skip
 

@@ -175,13 +175,13 @@ def gate_up_kernel(
 @triton.jit
 def store_weighed(
     acc, weights_ptr, rows_ptr, sorted_ptr, offs_m, end, n, H: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr,
-    WEIGHT_WORD: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """rows at the slots of positions offs_m below `end`, column block n: the routing weight times the float32 sum."""
     if SWAP:
         acc = tl.trans(acc)
     slots = tl.load(sorted_ptr + tl.minimum(offs_m, end - 1)).to(tl.int64)
-    weight = tl.load(weights_ptr + slots // K * WORDS + WEIGHT_WORD + slots % K)
+    weight = tl.load(weights_ptr + slots // K * WORDS + slots % K)
     offs_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     out = (acc * weight[:, None]).to(rows_ptr.dtype.element_ty)
     row_ptrs = rows_ptr + slots[:, None] * H + offs_n[None, :]
@@ -194,7 +194,7 @@ def store_weighed(
 @triton.jit
 def down_kernel(
     h_ptr, rest_ptr, w_ptr, weights_ptr, rows_ptr, sorted_ptr, tiles_ptr,
-    H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, WEIGHT_WORD: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -223,10 +223,10 @@ def down_kernel(
             if BLOCK_R > 0:
                 acc_r = multiply(rest_ptr.load([start + BLOCK_M, k]), w, acc_r, SWAP)
         store_weighed(
-            acc, weights_ptr, rows_ptr, sorted_ptr, offs_m, end, n, H, K, WORDS, WEIGHT_WORD, BLOCK_N, SWAP
+            acc, weights_ptr, rows_ptr, sorted_ptr, offs_m, end, n, H, K, WORDS, BLOCK_N, SWAP
         )  # fmt: skip
         if BLOCK_R > 0:
             offs_r = start + BLOCK_M + tl.arange(0, BLOCK_R)
             store_weighed(
-                acc_r, weights_ptr, rows_ptr, sorted_ptr, offs_r, end, n, H, K, WORDS, WEIGHT_WORD, BLOCK_N, SWAP
+                acc_r, weights_ptr, rows_ptr, sorted_ptr, offs_r, end, n, H, K, WORDS, BLOCK_N, SWAP
             )  # fmt: skip

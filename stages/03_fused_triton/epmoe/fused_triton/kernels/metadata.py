@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epmoe.fused_triton.kernels._checks import need, power_of_two
+from epmoe.fused_triton.kernels._checks import need, need_dtype, power_of_two
 from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
-from epmoe.fused_triton.kernels.layout import RowViews
 
 SMALL_SLOTS = 8192
 _BLOCK = 256  # slots of a program on the large path, up to _BLOCKS of them; then four times as many
@@ -102,11 +101,10 @@ def slot_experts(
     E_LOCAL: tl.constexpr,
     K: tl.constexpr,
     WORDS: tl.constexpr,
-    ID_WORD: tl.constexpr,
 ):
     """Local expert of each slot, E_LOCAL for none. Slots 0 1 2 3 of the toy on rank 0: 0 1 1 2."""
     row = (slots // K).to(tl.int64)
-    ids = tl.load(ids_ptr + row * WORDS + ID_WORD + slots % K, mask=slots < N, other=-1)
+    ids = tl.load(ids_ptr + row * WORDS + slots % K, mask=slots < N, other=-1)
     return tl.where((ids >= 0) & (ids < E_LOCAL), ids, E_LOCAL)
 
 
@@ -143,7 +141,7 @@ def write_tiles(
 @triton.jit
 def _group_kernel(
     ids_ptr, offsets_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr, N, PROGRAMS, max_entries,
-    E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr, BINS: tl.constexpr,
+    E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +153,7 @@ def _group_kernel(
         counts = tl.zeros([BINS], tl.int32)
         offs_c = tl.arange(0, BLOCK_C)
         for n in range(0, N, BLOCK_C):
-            expert = slot_experts(ids_ptr, n + offs_c, N, E_LOCAL, K, WORDS, ID_WORD)
+            expert = slot_experts(ids_ptr, n + offs_c, N, E_LOCAL, K, WORDS)
             counts += tl.histogram(expert, BINS)
         write_tiles(
             counts, offsets_ptr, tiles_ptr, num_tiles_ptr, max_entries, E_LOCAL, BINS, BLOCK_M
@@ -163,11 +161,11 @@ def _group_kernel(
     else:
         # (expert, slot) as one number: one comparison says which of two slots stands first
         slots = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-        mine = slot_experts(ids_ptr, slots, N, E_LOCAL, K, WORDS, ID_WORD) * MOST + slots
+        mine = slot_experts(ids_ptr, slots, N, E_LOCAL, K, WORDS) * MOST + slots
         place = tl.zeros([BLOCK_S], tl.int32)
         for n in range(0, N, BLOCK_N):
             others = n + offs_n
-            expert = slot_experts(ids_ptr, others, N, E_LOCAL, K, WORDS, ID_WORD)
+            expert = slot_experts(ids_ptr, others, N, E_LOCAL, K, WORDS)
             key = tl.where(others < N, expert * MOST + others, 0x7FFFFFFF)
             place += tl.sum((key[None, :] < mine[:, None]).to(tl.int32), axis=1)
         tl.store(sorted_ptr + place, slots, mask=slots < N)
@@ -178,14 +176,14 @@ def _group_kernel(
 
 @triton.jit
 def _count_kernel(
-    ids_ptr, counts_ptr, N, E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr,
+    ids_ptr, counts_ptr, N, E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr,
     BINS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Slots per expert of one block. Blocks of 4 slots, rank 0 of the toy: counts (1, 2, 1), then (1, 0, 3)."""
     pdl_wait(PDL)
     pdl_start_next(PDL)
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    expert = slot_experts(ids_ptr, slots, N, E_LOCAL, K, WORDS, ID_WORD)
+    expert = slot_experts(ids_ptr, slots, N, E_LOCAL, K, WORDS)
     counts = tl.histogram(expert, BINS)
     # slots past the end fell into the bin of "no expert"
     past = tl.maximum(tl.program_id(0) * BLOCK + BLOCK - N, 0)
@@ -197,7 +195,7 @@ def _count_kernel(
 @triton.jit
 def _place_kernel(
     ids_ptr, counts_ptr, offsets_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr, N, BLOCKS, max_entries,
-    E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr, BINS: tl.constexpr,
+    E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, SUB: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Place the slots of one block: behind smaller experts, behind the same expert in earlier blocks, in slot order.
@@ -224,7 +222,7 @@ def _place_kernel(
     lanes = tl.arange(0, SUB)
     for s in range(0, BLOCK, SUB):
         slots = block * BLOCK + s + lanes
-        expert = slot_experts(ids_ptr, slots, N, E_LOCAL, K, WORDS, ID_WORD)
+        expert = slot_experts(ids_ptr, slots, N, E_LOCAL, K, WORDS)
         mine = expert[:, None] == offs_e[None, :]
         base = tl.sum(tl.where(mine, place_E[None, :], 0), axis=1)
         same = (expert[:, None] == expert[None, :]) & (lanes[None, :] < lanes[:, None])
@@ -233,17 +231,17 @@ def _place_kernel(
 
 
 def group_slots(
-    rows: RowViews, local_experts: int, out: ExpertTiles, *, pdl: bool = False
+    slots_RJ: Tensor, local_experts: int, out: ExpertTiles, *, pdl: bool = False
 ) -> ExpertTiles:
     """Fill `out` from the ids in received rows; every entry that a tile covers is written, on any input.
 
     Args:
-        rows: views of recv [EP, C, row_bytes].
-        local_experts: E_local; other ids count as -1.
-        out: from `make_tiles(rows.rows * topk, local_experts, block_m, device)`.
+        slots_RJ: [R, J] int32 local experts, rows any stride apart; ids outside [0, local_experts) count as -1.
+        local_experts: E_local.
+        out: from `make_tiles(R * J, local_experts, block_m, device)`.
     """
-    layout = rows.layout
-    slots = rows.rows * layout.topk
+    need_dtype("slots", slots_RJ, torch.int32)
+    slots = slots_RJ.numel()
     need(
         out.sorted_slots.shape[0] == slots and out.offsets.shape[0] == local_experts + 1,
         f"work list was made for {out.sorted_slots.shape[0]} slots: call make_tiles({slots}, {local_experts}, ...)",
@@ -253,41 +251,42 @@ def group_slots(
         f"local_experts={local_experts}: at most {MAX_EXPERTS} fit the sort keys",
     )
     if out.counts.shape[0] == 0:
-        _group_few(rows, local_experts, out, slots, pdl)
+        _group_few(slots_RJ, local_experts, out, slots, pdl)
     else:
-        _group_many(rows, local_experts, out, slots, pdl)
+        _group_many(slots_RJ, local_experts, out, slots, pdl)
     return out
 
 
-def _id_places(rows: RowViews, local_experts: int) -> dict:
-    layout = rows.layout
-    places = {"K": layout.topk, "WORDS": layout.words, "ID_WORD": layout.id_word}
+def _id_places(slots_RJ: Tensor, local_experts: int) -> dict:
+    places = {"K": slots_RJ.shape[1], "WORDS": slots_RJ.stride(0)}
     return places | {"E_LOCAL": local_experts, "BINS": _bins(local_experts)}
 
 
-def _group_few(rows: RowViews, local_experts: int, out: ExpertTiles, slots: int, pdl: bool) -> None:
+def _group_few(
+    slots_RJ: Tensor, local_experts: int, out: ExpertTiles, slots: int, pdl: bool
+) -> None:
     """One launch: a program per 16 slots, and one that counts."""
     programs = -(-slots // 16)
     # ids lie far apart (a row each): many loads at once, since a loop would wait for each round
     launch(
-        _group_kernel, (programs + 1,), rows.ints, out.offsets, out.sorted_slots, out.tiles, out.num_tiles,
-        slots, programs, out.tiles.shape[0], **_id_places(rows, local_experts), BLOCK_M=out.block_m, BLOCK_S=16,
+        _group_kernel, (programs + 1,), slots_RJ, out.offsets, out.sorted_slots, out.tiles, out.num_tiles,
+        slots, programs, out.tiles.shape[0], **_id_places(slots_RJ, local_experts), BLOCK_M=out.block_m, BLOCK_S=16,
         BLOCK_N=power_of_two(min(slots, 2048), 16), BLOCK_C=power_of_two(min(slots, 4096), 16), MOST=SMALL_SLOTS,
         num_warps=4 if slots <= 512 else 8, pdl=pdl,
     )  # fmt: skip
 
 
 def _group_many(
-    rows: RowViews, local_experts: int, out: ExpertTiles, slots: int, pdl: bool
+    slots_RJ: Tensor, local_experts: int, out: ExpertTiles, slots: int, pdl: bool
 ) -> None:
     """Two launches: counts per block of slots, then places."""
-    blocks, block, ids = out.counts.shape[0], _block(slots), _id_places(rows, local_experts)
+    blocks, block, ids = out.counts.shape[0], _block(slots), _id_places(slots_RJ, local_experts)
     lanes = max(1, _LANES // ids["BINS"])
     launch(
-        _count_kernel, (blocks,), rows.ints, out.counts, slots, **ids, BLOCK=block, num_warps=4, pdl=pdl
+        _count_kernel, (blocks,), slots_RJ, out.counts, slots, **ids, BLOCK=block, num_warps=4, pdl=pdl
     )  # fmt: skip
     launch(
-        _place_kernel, (blocks,), rows.ints, out.counts, out.offsets, out.sorted_slots, out.tiles, out.num_tiles,
+        _place_kernel, (blocks,), slots_RJ, out.counts, out.offsets, out.sorted_slots, out.tiles, out.num_tiles,
         slots, blocks, out.tiles.shape[0], **ids, BLOCK_M=out.block_m, BLOCK=block,
         SUB=min(block, max(16, lanes)), ROWS=lanes, num_warps=8, pdl=pdl,
     )  # fmt: skip

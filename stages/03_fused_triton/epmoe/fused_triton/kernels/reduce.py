@@ -7,6 +7,7 @@ Worked on the toy: token 1 names experts 1 and 2. Rank 0 returns ret[row 1] = 0.
 0.25 * expert2(token 1); rank 0 adds them in this order. A rank that holds no expert of a token returns zeros.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,14 +21,13 @@ from epmoe.fused_triton.kernels._checks import (
     power_of_two,
 )
 from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
-from epmoe.fused_triton.kernels.layout import RowViews
 
 
 # --8<-- [start:reduce]
 @triton.jit
 def _reduce_kernel(
-    rows_ptr, recv_int_ptr, ret_ptr, E_LOCAL,
-    H: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr, BLOCK_H: tl.constexpr,
+    rows_ptr, slots_ptr, ret_ptr, E_LOCAL,
+    H: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (r, j): columns j of received row r. Toy, row 0 on rank 0: slots 0 and 1; row 3: slot 6 alone."""
@@ -38,7 +38,7 @@ def _reduce_kernel(
     pdl_wait(PDL)
     pdl_start_next(PDL)
     for k in tl.static_range(K):
-        expert = tl.load(recv_int_ptr + r * WORDS + ID_WORD + k)
+        expert = tl.load(slots_ptr + r * WORDS + k)
         known = (expert >= 0) & (expert < E_LOCAL)
         # a slot without a local expert was never written: it is not read
         row = tl.load(rows_ptr + (r * K + k) * H + offs_h, mask=mask_h & known, other=0.0)
@@ -50,28 +50,29 @@ def _reduce_kernel(
 
 
 def reduce_slots(
-    rows: RowViews, rows_NH: Tensor, local_experts: int, ret: Tensor, *, pdl: bool = False
+    slots_RJ: Tensor, rows_NH: Tensor, local_experts: int, ret: Tensor, *, pdl: bool = False
 ) -> None:
     """Owner side: ret [EP, C, H] = the sum of each received row's local slots, in slot order, in float32.
 
     Args:
-        rows: received rows, for the ids.
+        slots_RJ: [R, J] int32 local experts, rows any stride apart.
         rows_NH: [N, H] from `down`.
         local_experts: E_local; slots with other ids count as zero.
         ret: float32 (default of the layer) or the hidden dtype; every row is written.
     """
-    layout = rows.layout
+    (rows, places), hidden = slots_RJ.shape, rows_NH.shape[1]
     need_contiguous(rows=rows_NH, ret=ret)
-    need_shape("rows", rows_NH, (rows.rows * layout.topk, layout.hidden))
+    need_dtype("slots", slots_RJ, torch.int32)
+    need_shape("rows", rows_NH, (rows * places, hidden))
     need(
-        ret.numel() == rows.rows * layout.hidden,
+        ret.numel() == rows * hidden,
         f"ret has shape {tuple(ret.shape)}: expected [EP, C, H]",
     )
     need_dtype("ret", ret, *FLOATS)
-    block_h, blocks = _columns(layout.hidden, rows.rows)
+    block_h, blocks = _columns(hidden, rows)
     launch(
-        _reduce_kernel, (rows.rows, blocks), rows_NH, rows.ints, ret, local_experts,
-        H=layout.hidden, K=layout.topk, WORDS=layout.words, ID_WORD=layout.id_word, BLOCK_H=block_h,
+        _reduce_kernel, (rows, blocks), rows_NH, slots_RJ, ret, local_experts,
+        H=hidden, K=places, WORDS=slots_RJ.stride(0), BLOCK_H=block_h,
         num_warps=4, pdl=pdl,
     )  # fmt: skip
 

@@ -11,13 +11,12 @@ ids (1, 2); softmax over the two is (0.75, 0.25).
 Sources: the rules of Mixtral (arXiv:2401.04088) and DeepSeek-V3 (arXiv:2412.19437, 2.1.2), as `epmoe.core.routing`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from epmoe.core.routing import RouterConfig
 from epmoe.fused_triton.kernels._checks import FLOATS, need, need_dtype, need_shape, power_of_two
 from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
 
@@ -25,47 +24,28 @@ MAX_TOPK = 32
 MAX_EXPERTS = 4096
 
 
-@dataclass(frozen=True)
-class RouterRule:
-    """How logits become ids and weights; the fields of `epmoe.core.routing.RouterConfig`.
+def check_router(config: RouterConfig, experts: int, topk: int) -> None:
+    """Raise InputError where the kernel cannot serve these sizes."""
+    config.check(experts, topk)
+    need(topk <= MAX_TOPK, f"topk={topk}: this router chooses at most {MAX_TOPK} experts")
+    need(experts <= MAX_EXPERTS, f"experts={experts}: this router reads at most {MAX_EXPERTS}")
 
-    Attributes:
-        sigmoid: an independent sigmoid per expert, else softmax over all.
-        renormalize: divide a token's K weights by their sum.
-        groups, topk_groups: only experts of the best groups compete (a group scores the sum of its two best).
-        scale: multiplies the weights once.
-    """
 
-    sigmoid: bool = False
-    renormalize: bool = True
-    groups: int = 1
-    topk_groups: int = 1
-    scale: float = 1.0
-
-    def check(self, experts: int, topk: int) -> None:
-        """Raise InputError where the kernel cannot serve these sizes."""
-        need(1 <= topk <= experts, f"topk={topk}: must be between 1 and experts={experts}")
-        need(topk <= MAX_TOPK, f"topk={topk}: this router chooses at most {MAX_TOPK} experts")
-        need(experts <= MAX_EXPERTS, f"experts={experts}: this router reads at most {MAX_EXPERTS}")
-        need(experts % self.groups == 0, f"experts={experts} do not form groups={self.groups}")
-        reachable = experts // self.groups * self.topk_groups
-        need(topk <= reachable, f"topk={topk}: only {reachable} experts are in the best groups")
-
-    def constexprs(self, experts: int, topk: int, has_bias: bool) -> dict:
-        """Compile-time arguments of `select_experts`."""
-        return {
-            "E": experts,
-            "K": topk,
-            "GROUPS": self.groups,
-            "TOPK_GROUPS": self.topk_groups,
-            "SIGMOID": self.sigmoid,
-            "HAS_BIAS": has_bias,
-            "RENORM": self.renormalize,
-            "SCALE": float(self.scale),
-            "BLOCK_G": power_of_two(self.groups),
-            "BLOCK_P": power_of_two(experts // self.groups),
-            "BLOCK_K": power_of_two(topk),
-        }
+def compile_time_rule(config: RouterConfig, experts: int, topk: int, has_bias: bool) -> dict:
+    """Compile-time arguments of `select_experts`."""
+    return {
+        "E": experts,
+        "K": topk,
+        "GROUPS": config.groups,
+        "TOPK_GROUPS": config.topk_groups,
+        "SIGMOID": config.scoring == "sigmoid",
+        "HAS_BIAS": has_bias,
+        "RENORM": config.renormalize,
+        "SCALE": float(config.scale),
+        "BLOCK_G": power_of_two(config.groups),
+        "BLOCK_P": power_of_two(experts // config.groups),
+        "BLOCK_K": power_of_two(topk),
+    }
 
 
 LOWEST = tl.constexpr(-2147483648)
@@ -208,7 +188,7 @@ def check_logits(logits_TE: Tensor, bias_E: Tensor | None) -> None:
 def route_tokens(
     logits_TE: Tensor,
     topk: int,
-    rule: RouterRule,
+    config: RouterConfig,
     bias_E: Tensor | None = None,
     *,
     out: tuple[Tensor, Tensor] | None = None,
@@ -219,7 +199,7 @@ def route_tokens(
     Args:
         logits_TE: [T, E] float32, bfloat16 or float16; computed in float32. Rows may be strided.
         topk: K, at most 32.
-        rule: softmax or sigmoid, groups, renormalisation, scale.
+        config: softmax or sigmoid, groups, renormalisation, scale.
         bias_E: [E] float32, steers the choice only.
         out: (ids, weights) to write into.
 
@@ -228,13 +208,13 @@ def route_tokens(
     """
     check_logits(logits_TE, bias_E)
     tokens, experts = logits_TE.shape
-    rule.check(experts, topk)
+    check_router(config, experts, topk)
     if out is None:
         ids_TK = torch.empty((tokens, topk), dtype=torch.int32, device=logits_TE.device)
         out = ids_TK, torch.empty_like(ids_TK, dtype=torch.float32)
     bias = logits_TE if bias_E is None else bias_E
     launch(
         _route_kernel, (tokens,), logits_TE, bias, *out, logits_TE.stride(0),
-        **rule.constexprs(experts, topk, bias_E is not None), num_warps=1, pdl=pdl,
+        **compile_time_rule(config, experts, topk, bias_E is not None), num_warps=1, pdl=pdl,
     )  # fmt: skip
     return out
