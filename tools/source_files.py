@@ -7,7 +7,17 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-SKIPPED_FOLDERS = {".git", ".venv", ".venv-vllm", ".cache", ".gpu", ".hypothesis", "__pycache__", "site", "dist"}
+SKIPPED_FOLDERS = {
+    ".git",
+    ".venv",
+    ".venv-vllm",
+    ".cache",
+    ".gpu",
+    ".hypothesis",
+    "__pycache__",
+    "site",
+    "dist",
+}
 TEXT_ENDINGS = (".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".sh", ".js", ".css", ".html", "")
 
 

@@ -81,8 +81,8 @@ def case_options_reach_the_stage(bench):
     with using(stage="03_fused_triton", options={"without": "merge"}):
         runner = bench.make()
     assert "merge" not in runner.staged.layer.describe()["fusions"]
-    with using(stage="03_fused_triton", options={"wihtout": "merge"}):
-        refused(bench.make, "has no option wihtout")
+    with using(stage="03_fused_triton", options={"packing": "merge"}):
+        refused(bench.make, "has no option packing")
 
 
 def case_sixteen_bits(bench):

@@ -3,6 +3,7 @@
 Every `case_*` function is one test; all share one process, since importing vLLM takes longer than all of them.
 """
 
+# pyright: reportMissingImports=false
 import json
 import sys
 import traceback

@@ -1,4 +1,4 @@
-"""A real model's text, with its experts on a stage: the same ids as from vLLM alone, and others once an expert is spoilt.
+"""A real model's text with its experts on a stage: the same ids as from vLLM alone, others once an expert is spoilt.
 
 Every engine is a fresh process or two. vLLM's own expert parallelism does not run on its CPU backend, so what the
 stages are held against is vLLM on one rank. The fused stage runs its real kernels through Triton's interpreter, which
@@ -17,7 +17,7 @@ from epmoe.vllm_plugin.settings import NATIVE
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 PROMPTS = ("import os\n", "def", "class A:", "for i in ")
-HOT = 10  # an expert that these prompts use in every MoE layer
+HOT = 0  # an expert that these prompts use in every MoE layer
 LIMITS = {"max_model_len": 64, "max_num_batched_tokens": 64}
 ONE, TWO, THREE = "01_variable_a2a", "02_fixed_capacity", "03_fused_triton"
 
@@ -92,7 +92,7 @@ def test_two_tensor_parallel_ranks_divide_the_tokens(run, native):
 
 def test_what_cannot_run_ends_the_start_with_the_reason(run):
     """bfloat16 products are wrong in Triton's interpreter, so the stage refuses them on a CPU."""
-    with pytest.raises(RankFailedError, match="torch.bfloat16 does not work on a CPU"):
+    with pytest.raises(RankFailedError, match=r"torch\.bfloat16 does not work on a CPU"):
         run(THREE, dtype="bfloat16")
 
 

@@ -4,6 +4,7 @@ Started by `engines.run`, with EPMOE_STAGE and vLLM's variables set; with severa
 engine runs in this process, so that the report and a sabotage reach the model directly.
 """
 
+# pyright: reportMissingImports=false
 import os
 import sys
 import time

@@ -3,6 +3,7 @@
 Registered under the name of vLLM's own runner, so it does not matter in which order modules were imported.
 """
 
+# pyright: reportMissingImports=false
 import inspect
 import logging
 import re

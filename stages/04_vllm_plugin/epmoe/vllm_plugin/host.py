@@ -97,6 +97,7 @@ class StagedExperts:
             self.shared.warm.add(key)
             self.layer.warmup()  # compiles, and ends in a barrier: no rank waits for another's compiler later
 
+    # --8<-- [start:call]
     def __call__(
         self,
         x_TH: Tensor,
@@ -128,6 +129,8 @@ class StagedExperts:
         if share.ranks == 1:
             return y_tH
         return self.spec.gather(share.pad(y_tH, tokens))[:tokens]
+
+    # --8<-- [end:call]
 
     def describe(self) -> dict[str, object]:
         """For reports: what runs, and how often it was called."""

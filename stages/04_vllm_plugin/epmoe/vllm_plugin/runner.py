@@ -35,6 +35,7 @@ from epmoe.vllm_plugin.support import LayerParts, capture_sizes_over, reasons_ag
 _shared: "weakref.WeakKeyDictionary[Any, Shared]" = weakref.WeakKeyDictionary()
 
 
+# --8<-- [start:weights]
 class WeightsInPlace(UnquantizedFusedMoEMethod):
     """Leaves weights as vLLM loaded them, and says when they are there. vLLM's own method lays them out anew."""
 
@@ -54,6 +55,9 @@ class WeightsInPlace(UnquantizedFusedMoEMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self._loaded(layer.w13_weight, layer.w2_weight)
+
+
+# --8<-- [end:weights]
 
 
 class StagedMoERunner(MoERunner):
@@ -79,6 +83,7 @@ class StagedMoERunner(MoERunner):
 
     # ---- what vLLM asks while it runs
 
+    # --8<-- [start:seam]
     def _apply_quant_method(
         self,
         hidden_states: Tensor,
@@ -111,6 +116,8 @@ class StagedMoERunner(MoERunner):
             self._shared_experts.wait()
         return (self._shared_experts.output if self._shared_experts is not None else None), y_TH
 
+    # --8<-- [end:seam]
+
     def _step(self, tokens: int) -> tuple[list[int] | None, Tensor | None]:
         """What vLLM knows of this step: tokens of every rank, and which rows of ours are padding."""
         context = get_forward_context()
@@ -124,12 +131,15 @@ class StagedMoERunner(MoERunner):
         """Whether vLLM gathers tokens around us: the stage exchanges by itself."""
         return super().do_naive_dispatch_combine if self.staged is None else False
 
+    # --8<-- [start:reduced]
     @property
     def _fused_output_is_reduced(self) -> bool:
         """Whether sums are complete: with experts spread over ranks yes; with experts cut by tensor parallelism no."""
         if self.staged is None:
             return super()._fused_output_is_reduced
         return self.moe_config.moe_parallel_config.use_ep
+
+    # --8<-- [end:reduced]
 
     def _select_forward(self) -> Any:
         """An opaque operator on every platform: a compiler must not look into an exchange."""

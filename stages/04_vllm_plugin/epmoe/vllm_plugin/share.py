@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 
+# --8<-- [start:share]
 @dataclass(frozen=True)
 class Share:
     """How `ranks` tensor-parallel ranks, of which this is `rank`, divide tokens; ranks=1 means not at all."""
@@ -35,6 +36,7 @@ class Share:
         return y_tH if not missing else torch.cat([y_tH, y_tH.new_zeros(missing, y_tH.shape[1])])
 
 
+# --8<-- [end:share]
 def most_tokens(tokens: int, share: Share, sizes: Sequence[int] | None) -> int:
     """The most tokens that any rank of the expert group brings to this call: the same number on every rank.
 

@@ -1,0 +1,243 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Inside vLLM
+#
+# !!! abstract "This page"
+#     **Time** 20 minutes to read, seconds to run. **Hardware** any CPU; the comparison at the end was made beforehand,
+#     since vLLM needs an environment of its own. **Before this** [fused Triton](../03_fused_triton/walkthrough.md).
+#
+#     **Files**: `epmoe/vllm_plugin/runner.py` and `host.py`.
+#
+#     **Afterwards you can** name what a serving framework asks of a layer, put any layer in its place without changing
+#     the framework, and say what it proves when a model writes the same text, and what it does not.
+#
+#     **One number** The experts of a real model run on a stage with **five** overrides in one class.
+
+# %% [markdown]
+# ## The problem
+#
+# So far a test called the layer. It was polite: tokens arrived in the right dtype, on all ranks at the same time, with
+# weights in the order that we wrote down ourselves. A server is not polite. One rank has thirty requests and the other
+# none; batches are padded to a size that was captured before; weights have been loaded by somebody else and laid out
+# for somebody else's kernels; a compiler wants to look inside. And whether the layer runs at all cannot be seen: the
+# server answers either way.
+
+# %% [markdown]
+# ## Predict
+#
+# ??? question "A vLLM with two data-parallel ranks has one request, on rank 0. What does rank 1 do in the meantime?"
+#     It runs the model too, on a dummy batch of one token, as often as rank 0. It has to: half of the experts live
+#     there, and an exchange is over when everybody has taken part. The token is marked as padding, so it is routed
+#     nowhere.
+#
+# ??? question "vLLM's CPU kernels want weights in another order. A loop over experts reads them anyway. What happens?"
+#     No error. vLLM's re-ordered tensors have the same shape and the same strides; only the values have moved. The
+#     model writes text, and it is another text. So a plugin has to step in before the order changes.
+#
+# ??? question "Two tensor-parallel ranks hold the same five tokens, experts are spread over both. Who sends what?"
+#     If both sent all five, every expert would compute everything twice. So each takes its part, three and two, sends
+#     those, and afterwards the parts are gathered.
+
+# %% [markdown]
+# ## The picture
+#
+# ```mermaid
+# flowchart LR
+#     A[attention] --> G[gate] --> R[router chooses experts]
+#     A --> S[shared expert]
+#     R -->|tokens, ids, weights| E[<b>the stage</b><br/>dispatch, experts, combine]
+#     E -->|complete sums| P[scale, add shared, go on]
+#     S --> P
+# ```
+#
+# All boxes but one are vLLM's. The seam is where vLLM has chosen experts and wants them run, which is where every layer
+# of this ladder begins: tokens, ids and weights in, sums out.
+#
+# vLLM asks a registry whether somebody brings another class whenever it makes a layer of a registered name. That is an
+# official hook, and it is asked when the layer is *made*: it does not matter who imported what before.
+
+# %%
+from epmoe.core.errors import InputError
+from epmoe.vllm_plugin import settings
+
+for environment in ({}, {"EPMOE_STAGE": "02"}, {"EPMOE_STAGE": "fast"}, {"EPMOE_STGE": "02"}):
+    try:
+        found = settings.read(environment)
+        print(environment, "->", found.stage if found else "vLLM as it is")
+    except InputError as error:
+        print(environment, "->", error)
+
+# %% [markdown]
+# The last two end the start of the server. Ignored, they would serve vLLM's own experts under our name.
+
+# %% [markdown]
+# ## Cost on paper
+#
+# Who brings which tokens is the one thing that has to be worked out anew. With data parallelism a rank brings what it
+# has. Tensor-parallel ranks hold the same tokens, so they divide:
+
+# %%
+from epmoe.core.figures_page import prove, table
+from epmoe.vllm_plugin.share import Share, most_tokens
+
+rows = {}
+for tokens in (1, 2, 5, 8):
+    parts = [Share(rank, 4).slice(tokens) for rank in range(4)]
+    rows[f"T = {tokens}"] = {f"rank {r}": p.stop - p.start for r, p in enumerate(parts)}
+print(table(rows, "tokens of four tensor-parallel ranks"))
+
+# %% [markdown]
+# And every rank must know how many the *fullest* rank brings, since that sizes the exchange of fixed shape. Asking
+# would cost a round trip in each of forty layers. vLLM knows already: its data-parallel ranks agree on their batch sizes once
+# per step, before the first layer.
+
+# %%
+step = [16, 22]  # tokens of two data-parallel ranks, as vLLM records them
+print(
+    "without tensor parallelism:", most_tokens(16, Share(), step), "rows of each rank to each rank"
+)
+print("on two ranks that divide:  ", most_tokens(16, Share(0, 2), step))
+
+# %% [markdown]
+# ## The code, in call order
+#
+# ### The weights, before anybody moves them
+#
+# ```python
+# --8<-- "stages/04_vllm_plugin/epmoe/vllm_plugin/runner.py:weights"
+# ```
+#
+# vLLM calls this object when a layer's weights are loaded. Its own one would lay them out for its kernels. Ours does
+# nothing to them and builds the stage over the very same tensors; whether gate lies above up is not guessed from shapes
+# but asked from vLLM's loader, with a toy row of each.
+#
+# ### The seam
+#
+# ```python
+# --8<-- "stages/04_vllm_plugin/epmoe/vllm_plugin/runner.py:seam"
+# ```
+#
+# The gate, the router with its bias and groups, the shared expert and the scaling factor stay vLLM's. Applying the
+# factor here as well would be the classical mistake: the text stays fluent, and the scores of a benchmark fall.
+#
+# ### The stage
+#
+# ```python
+# --8<-- "stages/04_vllm_plugin/epmoe/vllm_plugin/host.py:call"
+# ```
+#
+# Rows that are no tokens get the id -1, which every stage treats as nothing. Then each rank takes its share, and all of
+# them declare the same `max_tokens`.
+#
+# ### What vLLM does afterwards
+#
+# ```python
+# --8<-- "stages/04_vllm_plugin/epmoe/vllm_plugin/runner.py:reduced"
+# ```
+#
+# One property decides whether vLLM adds the output up over ranks. With experts spread over ranks a stage returns
+# complete sums, and a second addition would double them. With every expert cut in pieces, which is what tensor
+# parallelism without expert parallelism does, each rank has a part, and vLLM must add.
+
+# %% [markdown]
+# ## The difference to the stage before
+#
+# None: it is the same layer, called by somebody else. That is the point of one seam.
+
+# %% [markdown]
+# ## Prove it
+#
+# Without vLLM, the host of a stage on three ranks: unequal, idle, overfull and divided.
+
+# %%
+prove("stages/04_vllm_plugin/tests/test_share.py", "-k", "ranks")
+
+# %% [markdown]
+# With vLLM, where its environment is there (`python tools/setup_vllm_env.py`): `pytest stages/04_vllm_plugin`. Layers
+# made by vLLM's factory are held against vLLM's own kernels, every refusal is provoked with vLLM's own objects, and a
+# real model writes text on one rank, on two unequal ones and on two that divide tokens.
+
+# %% [markdown]
+# ## Measured: the same text
+#
+# The committed run of `epmoe vllm compare`: the small model of this repository in vLLM's CPU build, experts spread over
+# two ranks, prompts of unequal number. Native vLLM runs on one rank, since its own expert parallelism does not run on a
+# CPU.
+
+# %%
+import json
+from pathlib import Path
+
+from epmoe.core.figures_page import root
+
+run = json.loads(Path(root(), "stages/04_vllm_plugin/results/compare-cpu.json").read_text())
+plan = run["plan"]
+print(
+    f"vLLM {run['machine']['vllm']}, {plan['dtype']}, {len(plan['prompts'])} prompts x {plan['tokens']} tokens\n"
+)
+rows = {
+    one["stage"]: {
+        "ranks": one["ranks"],
+        "ids": "all equal" if one["equal"] else "differ",
+        "log-probabilities off by": f"{one['max_logprob_distance']:.0e}",
+        "calls of a layer": " ".join(map(str, one["calls_per_rank"])),
+        "a spoilt expert": {True: "seen", False: "MISSED", None: "-"}[one["sabotage_seen"]],
+    }
+    for one in run["results"]
+}
+print(table(rows, "experts run on"))
+
+# %% [markdown]
+# Four columns, because each of them alone can lie. Equal ids could come from a plugin that never ran: so calls are
+# counted by the code that runs. Equal ids could come from a model in which experts hardly matter: so one expert's sign
+# is turned, in the weights that vLLM holds, and the text has to change. And ids are coarse, one number out of hundreds:
+# log-probabilities show what they hide.
+#
+# The time of serving on a GPU with these stages: not measured yet.
+
+# %% [markdown]
+# ## Where it loses
+#
+# - **Quantised models.** The stages multiply bfloat16; vLLM serves most large models in eight or four bits.
+# - **Stages that wait for the host** cost the whole model its CUDA graphs, attention included. The plugin refuses them
+#   until graphs are switched off, since nobody should find that out from a latency plot.
+# - **The router is vLLM's kernel.** A stage that fuses the router into its pack kernel cannot do so here.
+# - **End to end hides.** Attention, sampling and scheduling take most of a small model's time. A layer twice as fast
+#   may not show at all, and a comparison of whole servers is no way to compare layers. It shows that nothing broke.
+
+# %% [markdown]
+# ## Exercises
+#
+# They are in `stages/04_vllm_plugin/exercises/`; hints and answers are folded in its README. `pytest
+# stages/04_vllm_plugin` checks them.
+#
+# - **Read.** What would a model compute if the property above always said that sums are partial?
+# - **Fill one region.** Divide tokens between tensor-parallel ranks; read vLLM's expert maps.
+# - **Open.** Spoil something else than an expert, and find out what the text hides.
+
+# %% [markdown]
+# ## What still hurts
+#
+# The exchange is still two collectives that everybody waits in, with the experts standing still meanwhile. The next
+# rungs would have to overlap the two, or send over NVLink from inside the kernel.
+
+# %% [markdown]
+# ## In the wild
+#
+# - **vLLM** itself keeps dispatch and combine apart from the experts in its modular kernels, which is the same cut as
+#   `Exchange` and `Experts` here; its list of exchanges is closed, its runner is not
+#   ([expert parallel deployment](https://docs.vllm.ai/en/latest/serving/expert_parallel_deployment/)).
+# - **vLLM's plugins** are found through entry points, in every process
+#   ([plugin system](https://docs.vllm.ai/en/latest/design/plugin_system/)).
+# - **SGLang** has the same seam under other names: `stages/04_vllm_plugin/SGLANG.md` says what to call where.
