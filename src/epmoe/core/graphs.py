@@ -11,7 +11,8 @@ captured are padded with rows that name no expert: they are not routed, not coun
 import torch
 from torch import Tensor
 
-from epmoe.core.errors import CapacityError, InputError
+from epmoe.core.checks import problem_with_call
+from epmoe.core.errors import CapacityError, InputError, NotCapturableError
 from epmoe.core.layer import MoELayer
 
 WARMUP_CALLS = 2  # before a capture, on its stream: libraries allocate and kernels compile outside of the graph
@@ -21,14 +22,10 @@ class GraphedCall:
     """One captured size of one layer (or of several in a row, the output of each the input of the next)."""
 
     def __init__(self, layer: MoELayer, tokens: int, more: tuple[MoELayer, ...] = ()):
-        spec = layer.spec
-        if spec.device.type != "cuda":
-            raise InputError(f"the layer is on {spec.device}: CUDA graphs need a CUDA device")
-        if not 1 <= tokens <= spec.max_tokens_per_rank:
-            raise CapacityError(
-                f"tokens={tokens}: a graph holds 1 to max_tokens_per_rank={spec.max_tokens_per_rank} tokens"
-            )
         self.layers, self.tokens = (layer, *more), tokens
+        for one in self.layers:
+            _check_layer(one, tokens)
+        spec = layer.spec
         shape, device = spec.shape, spec.device
         self.x_TH = torch.zeros(tokens, shape.hidden, dtype=spec.dtype, device=device)
         self.ids_TK = torch.full((tokens, shape.topk), -1, dtype=torch.int32, device=device)
@@ -55,12 +52,21 @@ class GraphedCall:
         return x_TH
 
     def __call__(self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """Replay with these arguments, T up to `tokens`; the result is a copy. Collective."""
-        if self.graph is None:
-            raise InputError("this graph is closed: capture a new one")
+        """Replay with these arguments, T up to `tokens`; the result is a copy. Collective.
+
+        Raises InputError, before anything is replayed, for what a layer call refuses too; it reads no device value.
+        """
+        if self.graph is None or any(layer.closed for layer in self.layers):
+            raise InputError("this graph or a layer in it is closed: capture a new one")
         count = len(x_TH)
         if count > self.tokens:
             raise CapacityError(f"T={count}: the graph was captured for {self.tokens} tokens")
+        spec = self.layers[0].spec
+        problem = problem_with_call(spec, x_TH, topk_ids_TK, topk_weights_TK, None, False)
+        if problem is not None:  # a copy into fixed buffers would convert or repeat it silently
+            raise problem
+        if topk_ids_TK.dtype is torch.int64:  # clamped first: 2**32 would wrap to expert 0
+            topk_ids_TK = topk_ids_TK.clamp(-1, spec.shape.experts)
         self.x_TH[:count] = x_TH
         self.ids_TK[:count] = topk_ids_TK
         self.ids_TK[count:] = -1
@@ -74,3 +80,19 @@ class GraphedCall:
             torch.cuda.synchronize()
             self.graph.reset()
             self.graph = None
+
+
+def _check_layer(layer: MoELayer, tokens: int) -> None:
+    """Refuse in words what would otherwise break a capture that has begun."""
+    spec = layer.spec
+    if spec.device.type != "cuda":
+        raise InputError(f"the layer is on {spec.device}: CUDA graphs need a CUDA device")
+    if not 1 <= tokens <= spec.max_tokens_per_rank:
+        raise CapacityError(
+            f"tokens={tokens}: a graph holds 1 to max_tokens_per_rank={spec.max_tokens_per_rank} tokens"
+        )
+    if not layer.capabilities.graph_capturable:
+        raise NotCapturableError(
+            f"{spec.stage} waits for the host and cannot be captured in a CUDA graph: "
+            "choose a stage whose capabilities say graph_capturable"
+        )

@@ -113,11 +113,13 @@ class MoELayer(ABC):
         with torch.no_grad():
             if rounds.count == 1:
                 return self.forward(x_TH, topk_ids_TK, topk_weights_TK, rounds.capacity)
-            parts = [
-                self.forward(x_TH[part], topk_ids_TK[part], topk_weights_TK[part], rounds.capacity)
-                for part in rounds.slices()
-            ]
-            return torch.cat(parts)
+            # whole from the start: parts and their concatenation would hold a long prompt twice
+            y_TH = x_TH.new_empty(x_TH.shape)
+            for part in rounds.slices():
+                y_TH[part] = self.forward(
+                    x_TH[part], topk_ids_TK[part], topk_weights_TK[part], rounds.capacity
+                )
+            return y_TH
 
     def from_logits(
         self,

@@ -1,7 +1,7 @@
 """One GPU plays rank r of EP ranks: the same kernels on the same bytes, each exchange replaced by one local copy.
 
 For measuring one rank's exact share where there is only one GPU; always labelled "loopback". What the other ranks
-would have sent is recorded before: every peer's tokens go through the layer's own packing, and the rows for rank r stay.
+would have sent is recorded before: every peer's tokens go through the layer's own packing; the rows for rank r stay.
 
     group = LoopbackGroup(rank=0, size=4, device=torch.device("cuda"))
     layer = build("03", ..., group, C)
@@ -35,12 +35,23 @@ class LoopbackGroup(EPGroup):
         self._recording: int | None = None
 
     def record_peers(self, layer: MoELayer, calls: Sequence[Call]) -> None:
-        """Keep what every source rank sends to this one; calls[s] are the arguments that rank s would bring."""
+        """Keep what every source rank sends to this one; calls[s] are the arguments that rank s would bring.
+
+        One round: no call may bring more tokens than the layer holds at once. Recording again replaces what was kept.
+
+        Raises:
+            InputError: not one call per rank, or one with more than max_tokens_per_rank tokens.
+        """
         if len(calls) != self.size:
             raise InputError(
                 f"{len(calls)} calls for {self.size} ranks: give one per rank, this one included"
             )
-        most = max(len(x_TH) for x_TH, _, _ in calls)
+        most, limit = max(len(x_TH) for x_TH, _, _ in calls), layer.spec.max_tokens_per_rank
+        if most > limit:  # every further round would replace what the one before left here
+            raise InputError(
+                f"a peer brings {most} tokens, the layer holds max_tokens_per_rank={limit}: "
+                "loopback plays one round, build the layer larger"
+            )
         for source, call in enumerate(calls):
             self._recording = source
             try:
@@ -59,14 +70,17 @@ class LoopbackGroup(EPGroup):
             out.copy_(x)
             return
         capacity = x.shape[1]
+        inbox = self._inbox.get(capacity)
         if self._recording is not None:
-            inbox = self._inbox.setdefault(capacity, torch.zeros_like(x))
+            if inbox is None or inbox.shape != x.shape:
+                inbox = self._inbox[capacity] = torch.zeros_like(x)
             inbox[self._recording] = x[self.rank]
-        if capacity not in self._inbox:
+        if inbox is None or inbox.shape != x.shape:
             raise InputError(
-                f"nothing was recorded for {capacity} tokens per rank: call record_peers first"
+                f"nothing was recorded for {capacity} tokens per rank in rows of {x.shape[2]} bytes: "
+                "call record_peers first"
             )
-        out.copy_(self._inbox[capacity])
+        out.copy_(inbox)
 
     def all_gather(self, out, x) -> None:
         """Not offered: the reference's exchange has no fixed peers to play."""
