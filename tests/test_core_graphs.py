@@ -1,0 +1,167 @@
+"""A captured call, as far as no GPU is needed: what is refused before a capture, and what a replay is given.
+
+The suite captures and replays on a GPU; here a graph is a stand-in that runs the layer on the fixed buffers.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from epmoe.core import groups
+from epmoe.core.cases import Case
+from epmoe.core.errors import CapacityError, InputError, NotCapturableError
+from epmoe.core.graphs import GraphedCall
+from epmoe.core.shape import MoEShape
+from epmoe.core.verify import bring, build_case, differ
+
+SHAPE = MoEShape(hidden=16, intermediate=24, experts=8, topk=2)
+CASE = Case(stage="02", shape=SHAPE, tokens=((8,), (3,), (0,), (5,)), capacity=8)
+
+
+class PlayedGraph:
+    """Runs what was captured, on the fixed buffers, into the fixed result."""
+
+    def __init__(self, call: GraphedCall):
+        self.call, self.replays, self.freed = call, 0, False
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.call.y_TH.copy_(self.call._run())
+
+    def reset(self) -> None:
+        self.freed = True
+
+
+@pytest.fixture
+def graphed(monkeypatch):
+    """A GraphedCall of 8 tokens of a layer on the CPU, around a played graph; fixed buffers start as NaN."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+    call = object.__new__(GraphedCall)
+    call.layers, call.tokens = (build_case(groups.single(), CASE),), 8
+    call.x_TH, call.y_TH = (torch.full((8, SHAPE.hidden), torch.nan) for _ in range(2))
+    call.ids_TK = torch.full((8, SHAPE.topk), 2**30, dtype=torch.int32)
+    call.weights_TK = torch.full((8, SHAPE.topk), torch.nan)
+    call.graph = PlayedGraph(call)
+    yield call
+    call.close()
+
+
+def arguments(call: int) -> tuple[Tensor, Tensor, Tensor]:
+    return bring(groups.single(), CASE, call)
+
+
+# ---- replays
+
+
+def test_replays_of_other_sizes_equal_eager_calls(graphed):
+    """8, 3, 0, 5 and 8 tokens through one graph of 8: rows of larger, earlier calls do not come back."""
+    for call in (0, 1, 2, 3, 0):
+        eager_TH = graphed.layers[0](*arguments(call))
+        y_TH = graphed(*arguments(call))
+        assert not differ(y_TH, eager_TH)
+        assert (graphed.ids_TK[len(y_TH) :] == -1).all()
+
+
+def test_a_result_is_the_callers_own(graphed):
+    first_TH = graphed(*arguments(0))
+    kept_TH = first_TH.clone()
+    graphed(*arguments(3))
+    assert torch.equal(first_TH, kept_TH)
+    first_TH.fill_(torch.nan)
+    assert not graphed(*arguments(0)).isnan().any()
+
+
+def test_wide_ids_do_not_wrap(graphed):
+    """2**32 + 3 in int64 is no expert, and not expert 3 either in a replay."""
+    x_TH, _, weights_TK = arguments(1)
+    ids_TK = torch.tensor([[2**32 + 3, 1], [-(2**32), 2**62], [2, -(2**62) + 5]])
+    assert not differ(
+        graphed(x_TH, ids_TK, weights_TK), graphed.layers[0](x_TH, ids_TK, weights_TK)
+    )
+
+
+def test_too_many_tokens(graphed):
+    x_TH, ids_TK, weights_TK = (torch.cat([a, a[:1]]) for a in arguments(0))
+    with pytest.raises(CapacityError, match="T=9: the graph was captured for 8 tokens"):
+        graphed(x_TH, ids_TK, weights_TK)
+    assert graphed.graph.replays == 0
+
+
+WRONG = {
+    "one row of ids for all": (lambda x, ids, w: (x, ids[:1], w), "topk_ids has shape"),
+    "one weight for all": (lambda x, ids, w: (x, ids, w[:, :1]), "topk_weights has shape"),
+    "x of another dtype": (lambda x, ids, w: (x.double(), ids, w), "x is torch.float64"),
+    "narrow x": (lambda x, ids, w: (x[:, :1], ids, w), "x has shape"),
+    "short ids": (lambda x, ids, w: (x, ids.short(), w), "topk_ids are torch.int16"),
+    "weights in half": (lambda x, ids, w: (x, ids, w.bfloat16()), "topk_weights are"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG.keys())
+def test_arguments_that_a_copy_would_swallow(graphed, change, message):
+    """Fixed buffers would take these, repeated or converted; a layer call refuses them, so a replay does."""
+    with pytest.raises(InputError, match=message):
+        graphed(*change(*arguments(1)))
+    assert graphed.graph.replays == 0
+
+
+def test_a_closed_graph(graphed):
+    played = graphed.graph
+    graphed.close()
+    graphed.close()
+    assert played.freed
+    with pytest.raises(InputError, match="closed: capture a new one"):
+        graphed(*arguments(1))
+
+
+def test_a_closed_layer(graphed):
+    """Its buffers are gone: a replay would write to memory that belongs to others by now."""
+    graphed.layers[0].close()
+    with pytest.raises(InputError, match="closed: capture a new one"):
+        graphed(*arguments(1))
+    assert graphed.graph.replays == 0
+
+
+# ---- before a capture
+
+
+def stand_in(device: str = "cuda", limit: int = 8, capturable: bool = True) -> SimpleNamespace:
+    """What a capture asks of a layer first."""
+    spec = SimpleNamespace(
+        device=torch.device(device), max_tokens_per_rank=limit, stage="01_variable_a2a"
+    )
+    return SimpleNamespace(
+        spec=spec, capabilities=SimpleNamespace(graph_capturable=capturable), closed=False
+    )
+
+
+def test_a_layer_on_a_cpu_has_no_graphs():
+    with pytest.raises(InputError, match="the layer is on cpu: CUDA graphs need a CUDA device"):
+        GraphedCall(build_case(groups.single(), CASE), 8)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 9])
+def test_sizes_that_no_graph_holds(tokens):
+    with pytest.raises(CapacityError, match=f"tokens={tokens}: a graph holds 1 to .*=8 tokens"):
+        GraphedCall(stand_in(), tokens)
+
+
+def test_a_stage_that_waits_is_refused_before_the_capture():
+    """7D: in words, before the stream is harmed."""
+    with pytest.raises(NotCapturableError, match="01_variable_a2a waits for the host"):
+        GraphedCall(stand_in(capturable=False), 8)
+
+
+@pytest.mark.parametrize(
+    ("second", "error"),
+    [
+        pytest.param(stand_in(capturable=False), NotCapturableError, id="waits"),
+        pytest.param(stand_in(limit=4), CapacityError, id="smaller"),
+        pytest.param(stand_in(device="cpu"), InputError, id="elsewhere"),
+    ],
+)
+def test_every_layer_of_a_graph_is_looked_at(second, error):
+    with pytest.raises(error):
+        GraphedCall(stand_in(), 8, more=(second,))
