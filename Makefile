@@ -47,10 +47,14 @@ test-gpu: setup
 bench: setup
 	$(BIN)/epmoe bench $(ARGS)
 
+# never with -q: warnings would not be counted, and broken links would pass
 docs: $(VENV)/.ready-docs setup
+	bash tools/vendor_assets.sh
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m tools.check_site site
 
 docs-serve: $(VENV)/.ready-docs setup
+	bash tools/vendor_assets.sh
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 lint: setup

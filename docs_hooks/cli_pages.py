@@ -15,7 +15,9 @@ def commands() -> str:
 
 def _command(name: str, command: Any) -> list[str]:
     if hasattr(command, "commands"):
-        return [part for sub, one in command.commands.items() for part in _command(f"{name} {sub}", one)]
+        return [
+            part for sub, one in command.commands.items() for part in _command(f"{name} {sub}", one)
+        ]
     context = click.Context(command, info_name=name)
     words = (command.help or "").strip()
     arguments = " ".join(p.name.upper() for p in command.params if p.param_type_name == "argument")

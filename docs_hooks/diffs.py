@@ -6,6 +6,7 @@ that the stage before does not have is compared with the file whose work it take
 
 import ast
 import difflib
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,12 @@ def bare(text: str) -> list[str]:
             drop |= set(range(node.lineno, node.end_lineno + 1))  # pyright: ignore[reportOptionalOperand]
         body = getattr(node, "body", None)
         holds = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if holds and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        if (
+            holds
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
             drop |= set(range(body[0].lineno, body[0].end_lineno + 1))  # pyright: ignore[reportOptionalOperand]
     kept = [
         line
@@ -129,7 +135,7 @@ def write(root: Path, folder: Path) -> list[Path]:
     """NN_before--NN_after/FILE.diff for every compared file, below `folder`/diff; only what differs is written."""
     written = []
     found = stages(root)
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in itertools.pairwise(found):
         for change in changes(root, before, after):
             if not change.before:
                 continue

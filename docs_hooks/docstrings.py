@@ -17,4 +17,6 @@ class PlainBrackets(griffe.Extension):
 def escape(text: str) -> str:
     """`ids[rank][token]` -> `ids[rank]\\[token]`; code spans and `[x][epmoe.core.x]` stay."""
     parts = re.split(r"(`[^`]*`)", text)
-    return "".join(p if p.startswith("`") else re.sub(r"\]\[(?!epmoe\.)", r"]\\[", p) for p in parts)
+    return "".join(
+        p if p.startswith("`") else re.sub(r"\]\[(?!epmoe\.)", r"]\\[", p) for p in parts
+    )

@@ -1,11 +1,8 @@
 """Tables and numbers of the pages, each from the library, from committed results or from the repository itself."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
-from epmoe.core import registry
-from epmoe.core.bench import report
 from epmoe.core.gpus import GPUS
 from epmoe.core.plan import SCHEMES, expected_active, expected_load, expert_bytes, plan, wire_bytes
 from epmoe.core.plan_load import hit_probability
@@ -107,7 +104,15 @@ def models_table() -> str:
         for s in SHAPES.values()
         if s.name not in ("toy", "tiny")
     ]
-    head = ["model", "E", "K", "MB an expert", "GB a layer", "GB all layers", "weights used by a token"]
+    head = [
+        "model",
+        "E",
+        "K",
+        "MB an expert",
+        "GB a layer",
+        "GB all layers",
+        "weights used by a token",
+    ]
     return markdown_table(head, rows, 1)
 
 
@@ -125,7 +130,15 @@ def gpus_table() -> str:
         ]
         for g in GPUS.values()
     ]
-    head = ["GPU", "memory, GB", "memory, TB/s", "NVLink out, GB/s", "BF16, TFLOP/s", "memory / NVLink", "source"]
+    head = [
+        "GPU",
+        "memory, GB",
+        "memory, TB/s",
+        "NVLink out, GB/s",
+        "BF16, TFLOP/s",
+        "memory / NVLink",
+        "source",
+    ]
     table = markdown_table(head, rows, 1).splitlines()
     table[1] = table[1].rsplit(" ---: |", 1)[0] + " --- |"
     return "\n".join(table)
@@ -137,7 +150,12 @@ def floor_table(shape: str = RECORD, ep: str = "4", gpu: str = "h200") -> str:
     for tokens in (1, 8, 32, 128, 512, 2048, 8192):
         found = plan(SHAPES[shape], int(ep), tokens, gpu).slowest
         f = found.floor
-        cells = [found.active_experts, f.memory_seconds * 1e6, f.compute_seconds * 1e6, f.seconds * 1e6]
+        cells = [
+            found.active_experts,
+            f.memory_seconds * 1e6,
+            f.compute_seconds * 1e6,
+            f.seconds * 1e6,
+        ]
         rows.append([str(tokens), *(f"{c:,.1f}" for c in cells), f.bound])
     head = ["T", "active experts", "memory, µs", "compute, µs", "floor, µs", "bound by"]
     return markdown_table(head, rows)
@@ -159,103 +177,3 @@ def wire_us(scheme: str, tokens: str, ep: str = "4", gpu: str = "h200") -> str:
     """Least time of both exchanges over the links."""
     found = plan(SHAPES[RECORD], int(ep), int(tokens), gpu)
     return f"{found.wire(scheme).seconds(found.link_bandwidth) * 1e6:.1f} µs"
-
-
-def _ledger() -> dict[str, list[str]]:
-    return report.read_ledger(ROOT / report.RESULTS / report.LEDGER)
-
-
-@fact
-def ladder_table(to: str = "") -> str:
-    """The ladder: what each stage does in one call, and its time over the floor where it was measured."""
-    measured, _ = report.read_results(ROOT)
-    books, rows = _ledger(), []
-    for stage in registry.names():
-        page = ROOT / "stages" / stage / "README.md"
-        linked = f"[{stage}]({to}{stage}/index.md)" if page.is_file() else stage
-        counts = books.get(stage, [report.NOT_MEASURED] * 3)
-        rows.append([linked, registry.load(stage).summary, *counts, report.over_floor_words(stage, measured)])
-    sizes = " / ".join(map(str, report.LADDER_TOKENS))
-    head = ["stage", "idea", "collectives", "host syncs", "launches", f"time / floor at T = {sizes}"]
-    table = markdown_table(head, rows, 2)
-    return table
-
-
-@fact
-def ledger_source() -> str:
-    """Where the counts come from."""
-    path = ROOT / report.RESULTS / report.LEDGER
-    if not path.is_file():
-        return "The counts are not measured yet: `epmoe tour --json benchmarks/results/ledger-cpu.json` makes them."
-    data = json.loads(path.read_text())
-    return f"Counts: `{report.RESULTS}/{report.LEDGER}`, one call of `epmoe tour`, {data['where']}, {data['layer']}."
-
-
-@fact
-def capabilities_table() -> str:
-    """What every registered stage declares."""
-    rows = []
-    for stage, can in registry.all_capabilities().items():
-        flags = (can.graph_capturable, can.deterministic, can.batch_invariant)
-        limits = [f"{n} ≤ {v}" for n, v in (("K", can.max_topk), ("E", can.max_experts)) if v]
-        arch = f"compute capability {can.min_arch[0]}.{can.min_arch[1]}" if can.min_arch else "any"
-        dtypes = ", ".join(str(d).removeprefix("torch.") for d in can.dtypes)
-        rows.append([f"`{stage}`", dtypes, arch, *("yes" if f else "no" for f in flags), ", ".join(limits) or "none"])
-    head = ["stage", "dtypes", "GPU", "CUDA graph", "deterministic", "batch invariant", "limits of its own"]
-    return markdown_table(head, rows, 7)
-
-
-@fact
-def options_table() -> str:
-    """Options that stages take in `build`."""
-    rows = [
-        [f"`{stage}`", f"`{name}`", meaning.replace("|", "\\|")]
-        for stage in registry.names()
-        for name, meaning in registry.load(stage).options.items()
-    ]
-    return markdown_table(["stage", "option", "what it does"], rows, 3)
-
-
-@fact
-def where_they_lose() -> str:
-    """The section "Where it loses" of every stage's README."""
-    parts = []
-    for readme in sorted(ROOT.glob("stages/[0-9][0-9]_*/README.md")):
-        lines = readme.read_text().splitlines()
-        title = lines[0].removeprefix("# ")
-        text = "\n".join(lines)
-        _, _, rest = text.partition("## Where it loses\n")
-        if rest:
-            body = rest.split("\n## ")[0].strip()
-            parts.append(f"### [{title}](../stages/{readme.parent.name}/index.md)\n\n{body}")
-    return "\n\n".join(parts)
-
-
-@fact
-def results_list() -> str:
-    """Pages made of committed measurements."""
-    pages = sorted((ROOT / "docs" / "ladder").glob("*.md")) if (ROOT / "docs" / "ladder").is_dir() else []
-    if not pages:
-        return "No run on a GPU is committed: not measured yet."
-    titles = {p: next((x[2:] for x in p.read_text().splitlines() if x.startswith("# ")), p.stem) for p in pages}
-    return "\n".join(f"- [{title}](../ladder/{page.name})" for page, title in titles.items())
-
-
-@fact
-def command_help() -> str:
-    """Every command with its options, from the program itself."""
-    from docs_hooks.cli_pages import commands
-
-    return commands()
-
-
-@fact
-def glossary() -> str:
-    """includes/glossary.md as a definition list; the same lines make the tooltips."""
-    entries = {}
-    for line in (ROOT / "includes" / "glossary.md").read_text().splitlines():
-        if line.startswith("*["):
-            word, _, meaning = line[2:].partition("]: ")
-            entries.setdefault(meaning, []).append(word)
-    ordered = sorted(((words[0], meaning) for meaning, words in entries.items()), key=lambda e: e[0].lower())
-    return "\n\n".join(f"**{word}**\n:   {meaning}" for word, meaning in ordered)

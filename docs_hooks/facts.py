@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from docs_hooks import fact_tables, idea_figures
+from docs_hooks import fact_stages, fact_tables, idea_figures  # noqa: F401  fact_stages registers its own
 from docs_hooks.markdown import figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +45,11 @@ def traces(root: Path) -> dict[str, dict]:
     digest = hashlib.sha256()
     for folder in ("src", "stages"):
         for path in sorted((root / folder).rglob("*.py")):
-            if "/tests/" not in str(path) and "exercises" not in path.parts and path.name != "walkthrough.py":
+            if (
+                "/tests/" not in str(path)
+                and "exercises" not in path.parts
+                and path.name != "walkthrough.py"
+            ):
                 digest.update(path.name.encode() + path.read_bytes())
     held = root / ".cache" / "traces" / f"{digest.hexdigest()[:16]}.json"
     if not held.is_file() and os.environ.get("EPMOE_DOCS_EXECUTE") == "cached":

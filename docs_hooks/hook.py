@@ -14,11 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
+from docs_hooks import diffs, facts, markdown, notebooks, stage_pages, walkthroughs  # noqa: E402
 from mkdocs.exceptions import PluginError  # noqa: E402
 from mkdocs.structure.files import File, InclusionLevel  # noqa: E402
 
-from docs_hooks import diffs, facts, markdown, notebooks, stage_pages, walkthroughs  # noqa: E402
-
+SGLANG = ROOT / "stages" / "04_vllm_plugin" / "SGLANG.md"
 SNIPPETS = ROOT / ".cache" / "snippets"
 _FACT = re.compile(r"\{\{ *(\w+)(?:\((.*?)\))? *\}\}")
 
@@ -26,10 +26,14 @@ _FACT = re.compile(r"\{\{ *(\w+)(?:\((.*?)\))? *\}\}")
 def on_config(config):
     """Diffs are written before any page can include one; stages and results join the navigation by themselves."""
     diffs.write(ROOT, SNIPPETS)
-    config.watch += [str(ROOT / name) for name in ("stages", "includes", "docs_hooks", "benchmarks")]
+    config.watch += [
+        str(ROOT / name) for name in ("stages", "includes", "docs_hooks", "benchmarks")
+    ]
     for entry in config.nav:
         if "Stages" in entry:
             entry["Stages"] = [*entry["Stages"], *(_stage_nav(s) for s in diffs.stages(ROOT))]
+        if "Use it" in entry and SGLANG.is_file():
+            entry["Use it"] = [*entry["Use it"], {"In SGLang": "use/sglang.md"}]
         if "Results" in entry:
             made = sorted(p.relative_to(ROOT / "docs") for p in (ROOT / "docs/ladder").glob("*.md"))
             entry["Results"] = [*entry["Results"], *map(str, made)]
@@ -60,6 +64,8 @@ def on_files(files, config):
         add(f"stages/{stage.name}/changes.md", stage_pages.changes_page(stage, ROOT))
         if (stage / "exercises" / "README.md").is_file():
             add(f"stages/{stage.name}/exercises.md", stage_pages.exercises_page(stage, ROOT))
+    if SGLANG.is_file():
+        add("use/sglang.md", SGLANG.read_text())
     for path in stage_pages.source_files(ROOT):
         name = f"source/{path.relative_to(ROOT)}.md"
         add(name, stage_pages.source_page(path, ROOT), InclusionLevel.NOT_IN_NAV)

@@ -1,19 +1,27 @@
 """One figure for each idea, drawn when the site is built with the helpers and colours of `epmoe.core.figures`."""
 
-import itertools
 from collections.abc import Callable
 
-import torch
+from docs_hooks.idea_plots import Drawn, determinism, memory_floor
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from epmoe.core.figures import BLUE, FAINT, INK, LARGE, MUTED, ORANGE, PAPER, RED, SMALL, Picture, box, canvas, write
-from epmoe.core.plan import plan
-from epmoe.core.shape import SHAPES
+from epmoe.core.figures import (
+    BLUE,
+    FAINT,
+    INK,
+    LARGE,
+    MUTED,
+    ORANGE,
+    RED,
+    SMALL,
+    Picture,
+    box,
+    canvas,
+    write,
+)
 
 RANK_COLOURS = (BLUE, ORANGE, RED, MUTED)
-Drawn = tuple[Picture, str]
 
 
 def draw(name: str) -> Drawn:
@@ -32,10 +40,25 @@ def draw(name: str) -> Drawn:
     return figures[name]()
 
 
-def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str, width: float = 1.2, bend: float = 0.0) -> None:
+def _arrow(
+    axes: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    color: str,
+    width: float = 1.2,
+    bend: float = 0.0,
+) -> None:
     style = f"arc3,rad={bend}"
     axes.add_patch(
-        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, lw=width, color=color, connectionstyle=style)
+        FancyArrowPatch(
+            start,
+            end,
+            arrowstyle="-|>",
+            mutation_scale=9,
+            lw=width,
+            color=color,
+            connectionstyle=style,
+        )
     )
 
 
@@ -53,15 +76,32 @@ def moe() -> Drawn:
         y = 2 + expert * 4.1
         on = expert in chosen
         box(axes, 38, y, 13, 3.2, BLUE if on else FAINT, 0.25 if on else 0.10)
-        write(axes, 44.5, y + 1.6, f"expert {expert}", color=INK if on else MUTED, weight="bold" if on else "normal", size=SMALL)
+        write(
+            axes,
+            44.5,
+            y + 1.6,
+            f"expert {expert}",
+            color=INK if on else MUTED,
+            weight="bold" if on else "normal",
+            size=SMALL,
+        )
         if on:
             _arrow(axes, (28.3, 18), (37.7, y + 1.6), BLUE, 1.6)
             _arrow(axes, (51.3, y + 1.6), (60.5, 18), BLUE, 1.6)
-            write(axes, 57.5, y + 1.6 + (1.4 if expert > 4 else -1.0), f"× {chosen[expert]}", color=BLUE, weight="bold")
+            write(
+                axes,
+                57.5,
+                y + 1.6 + (1.4 if expert > 4 else -1.0),
+                f"× {chosen[expert]}",
+                color=BLUE,
+                weight="bold",
+            )
     box(axes, 61, 15, 13, 6, BLUE, 0.2)
     write(axes, 67.5, 18, "weighted sum", weight="bold")
-    says = "One token goes to the router, which picks experts 2 and 5 of 8; their outputs, times 0.75 and 0.25, are added"
-    return Picture(figure, says), "K = 2 of E = 8 experts run for this token. The other six cost memory, but no time."
+    says = "A token goes to the router, which picks experts 2 and 5 of 8; their outputs, weighted, are added"
+    return Picture(
+        figure, says
+    ), "K = 2 of E = 8 experts run for this token. The other six cost memory, but no time."
 
 
 def expert_parallelism() -> Drawn:
@@ -70,7 +110,15 @@ def expert_parallelism() -> Drawn:
     for rank in range(4):
         x, color = 2 + rank * 23, RANK_COLOURS[rank]
         box(axes, x, 3, 19, 33, color, 0.05)
-        write(axes, x + 9.5, 5.2, f"rank {rank}", weight="bold", color=color if color != MUTED else INK, size=LARGE)
+        write(
+            axes,
+            x + 9.5,
+            5.2,
+            f"rank {rank}",
+            weight="bold",
+            color=color if color != MUTED else INK,
+            size=LARGE,
+        )
         for token in range(3):
             box(axes, x + 2 + token * 5.3, 8, 4.2, 3.4, color, 0.25)
         write(axes, x + 9.5, 13.2, "its own tokens", size=SMALL, color=MUTED)
@@ -83,7 +131,7 @@ def expert_parallelism() -> Drawn:
     for a, b in ((0, 1), (1, 2), (2, 3)):
         _arrow(axes, (11.5 + a * 23 + 5, 22), (11.5 + b * 23 - 5, 22), INK, 1.0, -0.35)
         _arrow(axes, (11.5 + b * 23 - 5, 27.8), (11.5 + a * 23 + 5, 27.8), MUTED, 1.0, -0.35)
-    says = "Four ranks, each with tokens of its own, a whole copy of attention and two of the eight experts; rows travel both ways"
+    says = "Four ranks, each with its own tokens, attention and two of eight experts; rows travel both ways"
     return Picture(figure, says), (
         "Tokens are split by rank, experts are split by rank, and the two splits have nothing to do with each other. "
         "So rows travel: out to the owner ranks (black) and home again (grey)."
@@ -101,8 +149,22 @@ def all_to_all() -> Drawn:
             write(axes, x - 4.6, y + cell / 2, f"rank {rank}", color=MUTED, size=SMALL)
             for block in range(4):
                 source, target = (rank, block) if x < 30 else (block, rank)
-                box(axes, x + block * cell + 0.2, y, cell - 0.4, cell - 0.4, RANK_COLOURS[source], 0.25)
-                write(axes, x + (block + 0.5) * cell, y + cell / 2 - 0.2, f"{source}→{target}", size=SMALL)
+                box(
+                    axes,
+                    x + block * cell + 0.2,
+                    y,
+                    cell - 0.4,
+                    cell - 0.4,
+                    RANK_COLOURS[source],
+                    0.25,
+                )
+                write(
+                    axes,
+                    x + (block + 0.5) * cell,
+                    y + cell / 2 - 0.2,
+                    f"{source}→{target}",
+                    size=SMALL,
+                )
     _arrow(axes, (36, 19), (49.5, 19), INK, 1.8)
     write(axes, 42.7, 16.8, "all-to-all", weight="bold")
     says = "Rank s holds blocks s to 0, 1, 2, 3; after the exchange rank d holds blocks 0, 1, 2, 3 to d"
@@ -112,46 +174,17 @@ def all_to_all() -> Drawn:
     )
 
 
-def memory_floor() -> Drawn:
-    """The least time of one layer over T."""
-    shape, gpu, ep = SHAPES["glm-5.3-flash"], "h200", 4
-    tokens = [2**p for p in range(14)]
-    ranks = [plan(shape, ep, t, gpu).slowest for t in tokens]
-    memory = [r.floor.memory_seconds * 1e6 for r in ranks]
-    compute = [r.floor.compute_seconds * 1e6 for r in ranks]
-    figure = Figure(figsize=(7.2, 3.7), facecolor=PAPER)
-    axes = figure.add_axes((0.1, 0.15, 0.87, 0.80))
-    axes.set_facecolor(PAPER)
-    axes.loglog(tokens, memory, color=BLUE, lw=2)
-    axes.loglog(tokens, compute, color=ORANGE, lw=2)
-    axes.fill_between(tokens, [max(m, c) for m, c in zip(memory, compute, strict=True)], 0.5, color=FAINT, alpha=0.25, lw=0)
-    axes.set_ylim(0.9, max(compute) * 1.6)
-    axes.set_xlim(1, tokens[-1])
-    axes.set_xticks(tokens[::2], [str(t) for t in tokens[::2]])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("T, tokens on each rank", color=INK)
-    axes.set_ylabel("µs for one layer, at least", color=INK)
-    axes.tick_params(colors=MUTED, labelsize=SMALL)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(FAINT)
-    axes.text(4, memory[2] * 0.45, "read the active experts", color=BLUE, weight="bold", size=9)
-    axes.text(9, compute[3] * 0.42, "multiply", color=ORANGE, weight="bold", size=9)
-    axes.text(60, 2.2, "out of reach", color=MUTED, size=9, ha="center")
-    words = ", ".join(f"T={t}: {r.floor.seconds * 1e6:,.0f} µs ({r.floor.bound})" for t, r in zip(tokens[::3], ranks[::3], strict=True))
-    caption = (
-        f"{shape.name}, EP = {ep}, bfloat16, uniform routing in expectation, H200 at "
-        f"{plan(shape, ep, 1, gpu).ranks[0].floor.bandwidth / 1e12:.1f} TB/s. Computed by epmoe.core.plan."
-    )
-    return Picture(figure, f"Floor over T. {words}"), caption
-
-
 def cuda_graphs() -> Drawn:
     """A schedule of host and device: launched one by one, and replayed."""
     figure, axes = canvas(92, 34)
-    write(axes, 3, 2.6, "eager: the host launches, reads sizes, launches again", ha="left", weight="bold")
+    write(
+        axes,
+        3,
+        2.6,
+        "eager: the host launches, reads sizes, launches again",
+        ha="left",
+        weight="bold",
+    )
     write(axes, 3, 20, "CUDA graph: one launch replays all", ha="left", weight="bold")
     for y, words in ((5, "host"), (11, "device"), (22.5, "host"), (28, "device")):
         write(axes, 6.5, y + 2, words, ha="right", size=SMALL, color=MUTED)
@@ -159,52 +192,37 @@ def cuda_graphs() -> Drawn:
     for wait in (0, 0, 9, 0, 0, 9, 0, 0):
         host.append((x, 4.6, wait))
         x += 4.9 + wait
-    for number, (at, width, wait) in enumerate(host):
+    for at, width, wait in host:
         box(axes, at, 5, width, 4, MUTED, 0.2)
         box(axes, at + 4.2, 11, 3.4, 4, BLUE, 0.35)
         if wait:
-            axes.add_patch(Rectangle((at + width + 0.15, 5.2), wait, 3.6, fc=RED, alpha=0.16, ec="none"))
+            axes.add_patch(
+                Rectangle((at + width + 0.15, 5.2), wait, 3.6, fc=RED, alpha=0.16, ec="none")
+            )
             write(axes, at + width + wait / 2, 7, "waits", size=SMALL, color=RED)
-        del number
     box(axes, 8, 22.5, 4.6, 4, MUTED, 0.2)
     for number in range(8):
         box(axes, 12.4 + number * 3.6, 28, 3.4, 4, BLUE, 0.35)
-    write(axes, 43, 30, "nothing between them, and the host is free", ha="left", size=SMALL, color=MUTED)
-    says = "Eager: eight launches with two waits of the host leave gaps on the device. Graph: one launch, eight kernels back to back"
-    return Picture(figure, says), "A schematic, not to scale: the same eight kernels. What a graph removes is the space between them."
-
-
-def determinism() -> Drawn:
-    """All orders of adding the same eight numbers in float32."""
-    values = torch.randn(7, generator=torch.Generator().manual_seed(1)) * torch.tensor([8, 5, 3, 8, 2, 6, 4])
-    sums: dict[float, int] = {}
-    for order in itertools.permutations(range(len(values))):
-        total = torch.zeros(())
-        for place in order:
-            total = total + values[place]
-        sums[float(total)] = sums.get(float(total), 0) + 1
-    exact = float(values.double().sum())
-    ordered = sorted(sums)
-    figure = Figure(figsize=(7.2, 3.0), facecolor=PAPER)
-    axes = figure.add_axes((0.1, 0.2, 0.87, 0.75))
-    axes.set_facecolor(PAPER)
-    axes.bar([(s - exact) * 1e7 for s in ordered], [sums[s] for s in ordered], width=3.4, color=BLUE, alpha=0.7)
-    axes.axvline(0, color=RED, lw=1.2)
-    axes.set_xlabel("distance from the exact sum, in units of 0.0000001", color=INK)
-    axes.set_ylabel("orders", color=INK)
-    axes.tick_params(colors=MUTED, labelsize=SMALL)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(FAINT)
-    orders = sum(sums.values())
-    says = f"{orders} orders of adding seven numbers in float32 give {len(sums)} different results"
-    return Picture(figure, says), f"Seven fixed numbers, all {orders:,} orders of adding them in float32: {len(sums)} different sums. Computed when this page was built."
+    write(
+        axes,
+        43,
+        30,
+        "nothing between them, and the host is free",
+        ha="left",
+        size=SMALL,
+        color=MUTED,
+    )
+    says = "Eager: eight launches and two host waits leave gaps. Graph: one launch, eight kernels back to back"
+    return (
+        Picture(figure, says),
+        "A schematic, not to scale: the same eight kernels. What a graph removes is the space between them.",
+    )
 
 
 def ladder() -> Drawn:
     """What each rung does in one call with the toy, counted on this machine."""
     from docs_hooks.facts import ROOT, traces
+
     from epmoe.core.figures import ledger_bars
 
     books = {}
@@ -218,4 +236,8 @@ def ladder() -> Drawn:
                 "launches": max(book["launches"] for book in counts),
             }
     picture = ledger_bars(books)
-    return picture, "One call of each stage on the routing of these pages (2 ranks, 4 tokens), counted by its ledger when this site was built."
+    return (
+        picture,
+        "One call of each stage on the routing of these pages (2 ranks, 4 tokens), "
+        "counted by its ledger when this site was built.",
+    )

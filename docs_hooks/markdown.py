@@ -76,7 +76,9 @@ def _output(output: NotebookNode, prefix: str) -> str:
         label = re.sub(r"^<picture: (.*)>$", r"\1", plain, flags=re.DOTALL)
         return figure(data["image/svg+xml"], label, prefix)
     if "text/html" in data:
-        return f'<div class="wt-html" markdown="0">{"".join(data["text/html"].split(chr(10)))}</div>'
+        return (
+            f'<div class="wt-html" markdown="0">{"".join(data["text/html"].split(chr(10)))}</div>'
+        )
     return fence(plain, "{ .text .wt-output }") if plain else ""
 
 
@@ -89,8 +91,13 @@ def fence(text: str, language: str) -> str:
 
 
 def figure(svg: str, label: str, prefix: str, caption: str = "") -> str:
-    """An SVG of matplotlib as a figure of the page: themed colours, ids of its own, a label for those who cannot see."""
-    svg = re.sub(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.S)
+    """An SVG of matplotlib as a figure of the page: themed colours, its own ids, a label for those who cannot see."""
+    svg = re.sub(
+        r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->",
+        "",
+        svg,
+        flags=re.S,
+    )
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg)
@@ -104,7 +111,7 @@ def figure(svg: str, label: str, prefix: str, caption: str = "") -> str:
     width = f' style="max-width:{float(wide.group(1)) * 1.34:.0f}px"' if wide else ""
     text = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
     body = re.sub(r"\s*\n\s*", " ", svg).strip()
-    return f'<figure class="fig" data-search-exclude{width}>{body}{text}</figure>'
+    return f'<figure class="fig" tabindex="0" data-search-exclude{width}>{body}{text}</figure>'
 
 
 def link_code(page: str, page_path: str, root: Path) -> str:

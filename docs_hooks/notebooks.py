@@ -7,7 +7,9 @@ import nbformat
 from nbformat import NotebookNode
 
 _SNIPPET = re.compile(r'^--8<-- "([^":]+)(?::([\w-]+))?"$', re.MULTILINE)
-_ADMONITION = re.compile(r'^(?:!!!|\?\?\?\+?) (\w+)(?: "([^"]*)")?\n((?:(?: {4}.*)?\n?)+)', re.MULTILINE)
+_ADMONITION = re.compile(
+    r'^(?:!!!|\?\?\?\+?) (\w+)(?: "([^"]*)")?\n((?:(?: {4}.*)?\n?)+)', re.MULTILINE
+)
 _FIRST = """\
 # Needs the project: the walkthrough runs its real code.
 #   git clone <the repository>; cd epmoe; make setup

@@ -6,7 +6,12 @@ from pathlib import Path
 from docs_hooks.diffs import Change, changes, stages
 from docs_hooks.markdown import fence
 
-_SHOWN = ("src/epmoe/core/**/*.py", "stages/*/epmoe/**/*.py", "stages/*/exercises/*.py", "stages/*/tests/*.py")
+_SHOWN = (
+    "src/epmoe/core/**/*.py",
+    "stages/*/epmoe/**/*.py",
+    "stages/*/exercises/*.py",
+    "stages/*/tests/*.py",
+)
 _NO_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
@@ -22,7 +27,9 @@ def card(stage: Path, root: Path) -> str:
     links = "[Walkthrough](walkthrough.md){ .md-button .md-button--primary } [What changed](changes.md){ .md-button } "
     links += "[Exercises](exercises.md){ .md-button } [See its tokens move](../../play/tokens.md){ .md-button }"
     if not (stage / "walkthrough.py").is_file():
-        links = links.replace("[Walkthrough](walkthrough.md){ .md-button .md-button--primary } ", "")
+        links = links.replace(
+            "[Walkthrough](walkthrough.md){ .md-button .md-button--primary } ", ""
+        )
     rest = re.sub(r"`([\w./]+\.py)`", lambda m: _linked(m, stage, root), rest)
     return f"{head}\n\n{links}\n{{ .wt-buttons }}\n{rest}"
 
@@ -63,7 +70,7 @@ def changes_page(stage: Path, root: Path) -> str:
     fresh = [change for change in found if not change.before]
     parts = [
         f"# What changed: {title_of(stage)}",
-        f"Against [{title_of(before).lower()}](../{before.name}/index.md), made from the two folders when this site was "
+        f"Against [{title_of(before).lower()}](../{before.name}/index.md), made from the two folders as this site was "
         "built. Docstrings, imports and region markers are left out. The prose that explains each change is in "
         "[the walkthrough](walkthrough.md#the-difference-to-the-stage-before).",
         _new_lines(found),
@@ -76,10 +83,17 @@ def changes_page(stage: Path, root: Path) -> str:
 
 
 def _new_lines(found: list[Change]) -> str:
-    rows = [f"| [`{c.name}`](../../source/{c.after}.md) | {words} |" for c in found for _, words in c.new]
+    rows = [
+        f"| [`{c.name}`](../../source/{c.after}.md) | {words} |"
+        for c in found
+        for _, words in c.new
+    ]
     if not rows:
         return ""
-    return "## The lines that matter\n\nMarked `# New:` in the code.\n\n| file | what is new |\n|---|---|\n" + "\n".join(rows)
+    return (
+        "## The lines that matter\n\nMarked `# New:` in the code.\n\n| file | what is new |\n|---|---|\n"
+        + "\n".join(rows)
+    )
 
 
 def _compared(change: Change, before: str, after: str) -> str:
@@ -95,7 +109,9 @@ def _compared(change: Change, before: str, after: str) -> str:
 def exercises_page(stage: Path, root: Path) -> str:
     """exercises/README.md with folded hints as the site's own, and each skeleton shown with its command."""
     text = (stage / "exercises" / "README.md").read_text()
-    text = re.sub(r"`(stages/[\w/]+\.py|[\w/]+\.py)`", lambda m: _exercise_link(m, stage, root), text)
+    text = re.sub(
+        r"`(stages/[\w/]+\.py|[\w/]+\.py)`", lambda m: _exercise_link(m, stage, root), text
+    )
     skeletons = sorted((stage / "exercises").glob("*_skeleton.py"))
     parts = [
         _fold(text),
@@ -112,7 +128,11 @@ def exercises_page(stage: Path, root: Path) -> str:
 
 def _exercise_link(match: re.Match[str], stage: Path, root: Path) -> str:
     shown = {str(p.relative_to(root)) for p in source_files(root)}
-    for path in (match[1], f"stages/{stage.name}/exercises/{match[1]}", f"stages/{stage.name}/{match[1]}"):
+    for path in (
+        match[1],
+        f"stages/{stage.name}/exercises/{match[1]}",
+        f"stages/{stage.name}/{match[1]}",
+    ):
         if path in shown:
             return f"[`{match[1]}`](../../source/{path}.md)"
     return match[0]

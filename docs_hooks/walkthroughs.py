@@ -16,13 +16,12 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+from docs_hooks.markdown import to_markdown
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 from traitlets.config import Config
-
-from docs_hooks.markdown import to_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "walkthroughs"
@@ -92,7 +91,10 @@ def _run(notebook: NotebookNode, script: Path) -> None:
         manager = AsyncKernelManager(kernel_name="python3", config=config)
         manager.kernel_spec.argv[0] = sys.executable
         client = NotebookClient(
-            notebook, km=manager, timeout=CELL_SECONDS, resources={"metadata": {"path": script.parent}}
+            notebook,
+            km=manager,
+            timeout=CELL_SECONDS,
+            resources={"metadata": {"path": script.parent}},
         )
         try:
             client.execute(env=_environment())

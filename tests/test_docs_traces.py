@@ -31,7 +31,9 @@ def test_every_assignment_is_delivered_once(traces):
     for trace in traces:
         load = load_of(trace)
         wanted = sorted((t["token"], e) for t in trace["tokens"] for e in t["experts"])
-        given = [(row["token"], e) for rows in trace["delivered"] for row in rows for e in row["experts"]]
+        given = [
+            (row["token"], e) for rows in trace["delivered"] for row in rows for e in row["experts"]
+        ]
         assert sorted(given) == wanted
         for rank, rows in enumerate(trace["delivered"]):
             assert sum(len(row["experts"]) for row in rows) == load.assignments[rank]
@@ -40,12 +42,17 @@ def test_every_assignment_is_delivered_once(traces):
 
 
 def test_messages_fit_the_bytes_of_the_ledger(traces):
-    """Rows that cross, times their size, are the bytes that the ledger saw leave (and the counts, where there are any)."""
+    """Rows that cross, times their size, are the bytes that the ledger saw leave, with the counts if any."""
     for trace in traces:
         counts = 8 * (trace["ranks"] - 1) if trace["counts"] else 0
         for rank, book in enumerate(trace["ledger"]):
-            out = sum(m["from"] == rank != m["to"] for m in trace["out"]) * trace["row_bytes"]["out"]
-            home = sum(m["from"] == rank != m["to"] for m in trace["home"]) * trace["row_bytes"]["home"]
+            out = (
+                sum(m["from"] == rank != m["to"] for m in trace["out"]) * trace["row_bytes"]["out"]
+            )
+            home = (
+                sum(m["from"] == rank != m["to"] for m in trace["home"])
+                * trace["row_bytes"]["home"]
+            )
             assert book["wire_bytes"] == out + home + counts
 
 

@@ -1,6 +1,6 @@
 """What mkdocs does not see in the built site: raw HTML links, anchors, assets, ids twice, alt texts, outside requests.
 
-    python -m tools.check_site [site]        # prints every problem, exits 1 if there is one
+python -m tools.check_site [site]        # prints every problem, exits 1 if there is one
 """
 
 import sys

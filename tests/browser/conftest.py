@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "site"
 SCREENSHOTS = Path(os.environ.get("EPMOE_SCREENSHOTS", ROOT / "build" / "screenshots"))
-CHROMIUM = os.environ.get("EPMOE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+CHROMIUM = (
+    os.environ.get("EPMOE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+)
 
 pytest.importorskip("playwright", reason="needs Playwright: make docs installs it")
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright  # noqa: E402
@@ -59,10 +61,14 @@ class Watch:
         self.site, self.problems = site, []
 
     def on(self, page: Page) -> None:
-        page.on("console", lambda m: m.type == "error" and self.problems.append(f"console: {m.text}"))
+        page.on(
+            "console", lambda m: m.type == "error" and self.problems.append(f"console: {m.text}")
+        )
         page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
         page.on("requestfailed", lambda r: self._failed(r))
-        page.on("response", lambda r: r.status >= 400 and self.problems.append(f"{r.status} {r.url}"))
+        page.on(
+            "response", lambda r: r.status >= 400 and self.problems.append(f"{r.status} {r.url}")
+        )
         page.on("request", lambda r: self._request(r.url))
 
     def _failed(self, request) -> None:

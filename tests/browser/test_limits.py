@@ -1,7 +1,6 @@
 """The limit explorer computes what epmoe.core.plan computes, and answers to mouse and keyboard in both schemes."""
 
 import pytest
-
 from playwright.sync_api import expect
 
 from epmoe.core.plan import plan
@@ -65,7 +64,9 @@ def test_models_and_own_sizes(open_context):
     expect(page.get_by_label("E, experts")).to_have_attribute("aria-valuetext", "8")
     page.get_by_label("K, experts per token").focus()
     page.keyboard.press("End")
-    expect(page.get_by_label("K, experts per token")).to_have_attribute("aria-valuetext", "8")  # never above E
+    expect(page.get_by_label("K, experts per token")).to_have_attribute(
+        "aria-valuetext", "8"
+    )  # never above E
     expect(page.locator("#limits-model")).to_have_value("own")
     page.select_option("#limits-dtype", "float8")
     expect(page.locator(".limits-says")).to_contain_text("At best")

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from playwright.sync_api import expect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +86,9 @@ def test_diagrams_are_drawn(open_context):
     visit(page, "stages/")
     diagram = page.locator("div.mermaid").first
     expect(diagram).to_be_visible()
-    page.wait_for_function("document.querySelector('div.mermaid').getBoundingClientRect().height > 40")
+    page.wait_for_function(
+        "document.querySelector('div.mermaid').getBoundingClientRect().height > 40"
+    )
 
 
 def test_search_finds(open_context):
@@ -130,7 +131,9 @@ def test_glossary_words_explain_themselves(open_context):
     visit(page, "ideas/expert-parallelism/")
     word = page.locator("abbr", has_text="owner rank").first
     expect(word).to_be_visible()
-    assert "expert lives" in word.evaluate("e => e.title || e.getAttribute('title') || e.dataset.mdTitle || ''")
+    assert "expert lives" in word.evaluate(
+        "e => e.title || e.getAttribute('title') || e.dataset.mdTitle || ''"
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from playwright.sync_api import expect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +35,7 @@ def test_mouse(open_context, scheme):
         expect(stepper.locator(".play-step[aria-current=step]")).to_contain_text(step.capitalize())
         stepper.screenshot(path=SHOTS / f"stepper-{step}-{scheme}.png")
     expect(stepper.locator(".play-caption")).to_contain_text("oracle")
-    stepper.get_by_role("button", name="Step back").click()
+    stepper.get_by_role("button", name="Back one step").click()
     expect(stepper).to_have_attribute("data-step", "return")
 
 
@@ -72,7 +71,11 @@ def test_every_choice_has_its_trace(open_context):
     page = open_context()
     stepper = start(page)
     stages = sorted(p.name for p in TRACES.iterdir())
-    choices = [("uniform", "2", "4", "1"), ("hot_expert", "4", "8", "2"), ("one_rank", "3", "4", "2")]
+    choices = [
+        ("uniform", "2", "4", "1"),
+        ("hot_expert", "4", "8", "2"),
+        ("one_rank", "3", "4", "2"),
+    ]
     for stage, (routing, ranks, experts, topk) in itertools.product(stages, choices):
         page.select_option("#stepper-stage", stage)
         page.select_option("#stepper-routing", routing)
@@ -107,10 +110,16 @@ def test_rows_are_drawn_where_they_lie(open_context):
 def test_less_motion(open_context):
     page = open_context(motion="reduce")
     stepper = start(page)
-    duration = stepper.locator(".play-chip").first.evaluate("e => getComputedStyle(e).transitionDuration")
+    duration = stepper.locator(".play-chip").first.evaluate(
+        "e => getComputedStyle(e).transitionDuration"
+    )
     assert duration in ("0s", "0s, 0s")
     moving = open_context(motion="no-preference")
-    duration = start(moving).locator(".play-chip").first.evaluate("e => getComputedStyle(e).transitionDuration")
+    duration = (
+        start(moving)
+        .locator(".play-chip")
+        .first.evaluate("e => getComputedStyle(e).transitionDuration")
+    )
     assert duration.startswith("0.75s")
 
 

@@ -60,9 +60,9 @@ class Stepper extends HTMLElement {
     this.svg = shape("svg", { class: "play-stage", role: "img", "aria-label": "Rows moving between ranks" });
     this.frame = element("div", { class: "play-frame", tabindex: "0", role: "group", "aria-label": "Picture of the step. Arrow keys step; digits 0 to 9 follow a token, Escape follows none." }, this.svg);
     this.caption = element("p", { class: "play-caption", role: "status", "aria-live": "polite" });
-    this.back = this.button("Back", "Step back", () => { this.pause(); this.go(this.step - 1); });
+    this.back = this.button("Back", "Back one step", () => { this.pause(); this.go(this.step - 1); });
     this.playing = this.button("Play", "Play all steps", () => (this.timer ? this.pause() : this.play()));
-    this.next = this.button("Next", "Step forward", () => { this.pause(); this.go(this.step + 1); });
+    this.next = this.button("Next", "Next step", () => { this.pause(); this.go(this.step + 1); });
     this.follow = element("select", { id: "stepper-follow" });
     this.follow.addEventListener("change", () => this.highlight());
     const controls = element("div", { class: "play-controls" }, this.back, this.playing, this.next,
@@ -101,8 +101,10 @@ class Stepper extends HTMLElement {
     const name = toy ? "toy" : `${routing}-r${ranks}-e${experts}-k${topk}`;
     const url = new URL(`${this.getAttribute("data")}${stage}/${name}.json`, document.baseURI).href;
     if (!this.cache.has(url)) this.cache.set(url, fetch(url).then((answer) => { if (!answer.ok) throw new Error(`${answer.status} for ${url}`); return answer.json(); }));
+    const ticket = (this.ticket = (this.ticket ?? 0) + 1);
     try {
       const trace = await this.cache.get(url);
+      if (ticket !== this.ticket) return; // somebody chose again while this one was on its way
       this.dataset.trace = `${stage}/${name}`;
       this.show(trace);
     } catch (error) {

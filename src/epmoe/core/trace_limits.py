@@ -50,8 +50,9 @@ def _shape(shape: MoEShape) -> dict:
 
 def _reference() -> Iterator[dict]:
     for name, (eps, tokens) in _GRID.items():
-        for ep, count, dtype, gpu in itertools.product(eps, tokens, ("bfloat16", "float8"), GPUS):
-            yield _answer(SHAPES[name], ep, count, dtype, gpu)
+        for ep, count in itertools.product(eps, tokens):
+            for dtype, gpu in itertools.product(("bfloat16", "float8"), GPUS):
+                yield _answer(SHAPES[name], ep, count, dtype, gpu)
 
 
 def _answer(shape: MoEShape, ep: int, tokens: int, dtype: str, gpu: str) -> dict:
