@@ -92,18 +92,7 @@ print(table(budget, "us for one launch"))
 # What is new happens inside of the ranks.
 
 # %%
-from epmoe.core.figures import (
-    BLUE,
-    FAINT,
-    MUTED,
-    ORANGE,
-    OVER_HATCH,
-    Picture,
-    box,
-    canvas,
-    ledger_bars,
-    write,
-)
+from epmoe.core.figures import BLUE, FAINT, MUTED, ORANGE, Picture, box, canvas, ledger_bars, write
 from epmoe.core.figures_route import route_picture
 from epmoe.core.toy import TOY, call_toy
 
@@ -125,8 +114,7 @@ for y, title, slots in ((5, "as received", range(8)), (20, "expert by expert", o
         expert, x = experts_N[slot], 20 + place * 8.8
         color = (BLUE, ORANGE, MUTED)[expert]
         box(axes, x, y, 7.6, 4.2, color, hatch=expert < 0)
-        behind = {"bbox": OVER_HATCH} if expert < 0 else {}
-        write(axes, x + 3.8, y + 2.1, f"slot {slot}", weight="bold", color=color, **behind)
+        write(axes, x + 3.8, y + 2.1, f"slot {slot}", weight="bold", color=color)
         if y == 5:
             name = f"row {slot // 2}, " + ("nobody" if expert < 0 else f"e{expert}")
             write(axes, x + 3.8, y - 1.8, name, size=8, color=MUTED)
@@ -192,8 +180,8 @@ print("worst error:", ["tiny" if call.worst < 1e-6 else call.worst for call in c
 # ### Route and pack
 #
 # Stage before: a handful of torch operators for the router, then masks, a broadcast and five strided copies. Now
-# program (t, j) takes one token. It chooses the token's experts from the logits, in registers, looks up where they live, and
-# writes the token's row for one rank (or for all of them, where there are many tokens).
+# program (t, j) takes one token. It chooses the token's experts from the logits, in registers, looks up where they
+# live, and writes the token's row for one rank (or for all of them, where there are many tokens).
 #
 # ```python
 # --8<-- "stages/03_fused_triton/epmoe/fused_triton/kernels/dispatch.py:pack"
@@ -439,6 +427,9 @@ for ring in (False, True):
 # --8<-- "stages/03_fused_triton/epmoe/fused_triton/experts.py:experts"
 # ```
 #
+# One buffer, f, has two dtypes. It is float32 until the last sum, so that nothing is rounded on the way. Only under
+# the tiles of a long prefill, where moving f costs, it has the layer's dtype and is rounded once, after the weight.
+#
 # One thing is left that the ledger cannot see. Even in a CUDA graph a kernel waits until the last program of the one
 # before has ended, while most of the GPU is idle. *Programmatic dependent launch* (Hopper and later) lets it start
 # early and wait inside, at `pdl_wait`, at the last moment. Before that line a kernel may only touch what no earlier
@@ -634,6 +625,10 @@ print(measured("03_fused_triton"))
 # What could: the pack kernel writes its rows straight into the other ranks' memory and sets a flag behind them, and the
 # first product waits for flags in place of a kernel's end. Then dispatch is no launch at all. NVLink allows it; it
 # takes memory that all ranks can address, and care with the order of writes.
+#
+# And there is a question that no layer answers alone: what does it do in a real engine, under a real model?
+#
+# Next: [inside vLLM](../04_vllm_plugin/walkthrough.md).
 
 # %% [markdown]
 # ## In the wild

@@ -7,6 +7,7 @@ Legend: EP ranks, C capacity in tokens, T tokens of this rank, H hidden.
 
 import os
 import sys
+from typing import Any
 
 if "triton" not in sys.modules:  # a CPU will do: Triton's interpreter runs the kernel as Python
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -39,7 +40,8 @@ def answer(home_DCH: Tensor, y_TH: Tensor) -> Tensor:
     """Launch T programs times as many as cover H. Returns y_TH, written in place."""
     ranks, capacity, hidden = home_DCH.shape
     grid = (len(y_TH), triton.cdiv(hidden, BLOCK))
-    merge_kernel[grid](home_DCH, y_TH, capacity, EP=ranks, H=hidden, BLOCK_H=BLOCK)
+    sizes: dict[str, Any] = {"EP": ranks, "H": hidden, "BLOCK_H": BLOCK}
+    merge_kernel[grid](home_DCH, y_TH, capacity, **sizes)
     return y_TH
 
 

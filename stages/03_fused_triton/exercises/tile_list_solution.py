@@ -7,6 +7,7 @@ Legend: E experts of this rank, BINS a power of two above E, M rows of a tile.
 
 import os
 import sys
+from typing import Any
 
 if "triton" not in sys.modules:  # a CPU will do: Triton's interpreter runs the kernel as Python
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -61,7 +62,8 @@ def answer(counts_E: Tensor, block_m: int, room: int) -> tuple[Tensor, Tensor]:
     offsets = counts_E.new_full((experts + 1,), UNWRITTEN)
     tiles = offsets.new_full((room, 3), UNWRITTEN)
     bins = triton.next_power_of_2(experts + 1)
-    tile_list_kernel[(1,)](counts_E, offsets, tiles, E=experts, BINS=bins, BLOCK_M=block_m)
+    sizes: dict[str, Any] = {"E": experts, "BINS": bins, "BLOCK_M": block_m}
+    tile_list_kernel[(1,)](counts_E, offsets, tiles, **sizes)
     return offsets, tiles
 
 
