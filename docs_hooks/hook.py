@@ -56,7 +56,11 @@ def on_files(files, config):
     add = _Adder(files, config)
     for script, notebook in _run_all():
         stage = f"stages/{script.parent.name}"
-        add(f"{stage}/walkthrough.md", markdown.to_markdown(notebook, script, ROOT))
+        try:
+            page = markdown.to_markdown(notebook, script, ROOT)
+        except (OSError, ValueError) as error:
+            raise PluginError(f"{stage}/walkthrough.py: {error}") from error
+        add(f"{stage}/walkthrough.md", page)
         add(f"{stage}/walkthrough.ipynb", notebooks.to_notebook(notebook, ROOT, SNIPPETS))
         add(f"{stage}/walkthrough.py.txt", script.read_text())
     for stage in diffs.stages(ROOT):
@@ -107,4 +111,8 @@ def on_page_markdown(text, page, config, files):
         except Exception as error:
             raise PluginError(f"{name}: {match[0]} cannot be computed: {error!r}") from error
 
-    return markdown.link_code(_FACT.sub(one, text), name, ROOT)
+    text = _FACT.sub(one, text)
+    try:
+        return markdown.link_code(text, name, ROOT)
+    except (OSError, ValueError) as error:
+        raise PluginError(f"{name}: {error}") from error

@@ -1,11 +1,12 @@
 """The limit explorer computes what epmoe.core.plan computes, and answers to mouse and keyboard in both schemes."""
 
 import pytest
-from playwright.sync_api import expect
 
 from epmoe.core.plan import plan
 from epmoe.core.shape import SHAPES
 from epmoe.core.trace_limits import explorer
+
+expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make docs").expect
 
 COMPARE = """async ([base, cases, gpus]) => {
   const { limits } = await import(base + "assets/js/limits-model.js");

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
+
+expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make docs").expect
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT / "site" / "assets" / "data" / "traces"

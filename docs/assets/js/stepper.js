@@ -137,9 +137,11 @@ class Stepper extends HTMLElement {
       this.svg.append(shape("text", { x: plan.columns[key], y: 22, class: "play-head", "data-column": key }, words));
     }
     this.laneParts = [];
-    for (const lane of plan.lanes) this.svg.append(this.lane(lane));
     this.slots = shape("g", { "aria-hidden": "true" });
-    this.svg.append(this.slots, this.wires());
+    const wires = this.wires(); // below the lanes, so that labels stay legible; it fills in the slots as well
+    this.svg.append(wires);
+    for (const lane of plan.lanes) this.svg.append(this.lane(lane));
+    this.svg.append(this.slots);
     this.chips = [];
     this.makeChips();
     for (const chip of this.chips) this.svg.append(chip.node);
