@@ -167,11 +167,8 @@ def test_pack_treats_bad_ids_as_no_expert_and_leaves_padding_inert(dtype):
 
 
 def test_packed_rows_are_bitwise_the_tokens_also_from_strided_rows():
-    x = (
-        torch.randn(5, 70, generator=torch.Generator().manual_seed(0))
-        .to(torch.float16)[:, 1:66]
-        .to(DEVICE)
-    )
+    x = torch.randn(5, 70, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
+    x = x[:, 1:66]
     assert not x.is_contiguous()
     ids, weights = random_ids(5, 3, 8)
     send = pack(x, ids, weights, 8, 2, 7)
