@@ -89,6 +89,14 @@ def test_padding_rows_are_inert_whatever_they_hold(junk):
     assert slots_DCK[1, :2].tolist() == [slots_by_hand(case, ids, 1) for ids in ids_TK.tolist()]
 
 
+def test_only_the_flag_1_makes_a_row_a_token():
+    """Any other word, such as what poison or an earlier use of the bytes left, is padding."""
+    exchange = exchange_of(Case(stage=STAGE, shape=SHAPE, tokens=((0, 2, 0),)), capacity=4)
+    recv_RB = torch.zeros(5, exchange.layout.row_bytes, dtype=torch.uint8)
+    exchange.layout.valid(recv_RB)[:] = torch.tensor([1, 0, -1, 2, 2**31 - 1], dtype=torch.int32)
+    assert exchange._unpack(recv_RB).slots_RJ.tolist() == [[0] * 3] + [[-1] * 3] * 4
+
+
 # ---- over real ranks
 
 
