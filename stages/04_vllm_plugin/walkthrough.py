@@ -99,8 +99,8 @@ print(table(rows, "tokens of four tensor-parallel ranks"))
 
 # %% [markdown]
 # And every rank must know how many the *fullest* rank brings, since that sizes the exchange of fixed shape. Asking
-# would cost a round trip in each of forty layers. vLLM knows already: its data-parallel ranks agree on their batch sizes once
-# per step, before the first layer.
+# would cost a round trip in each of forty layers. vLLM knows already: its data-parallel ranks agree on their batch
+# sizes once per step, before the first layer.
 
 # %%
 step = [16, 22]  # tokens of two data-parallel ranks, as vLLM records them
@@ -139,6 +139,10 @@ print("on two ranks that divide:  ", most_tokens(16, Share(0, 2), step))
 #
 # Rows that are no tokens get the id -1, which every stage treats as nothing. Then each rank takes its share, and all of
 # them declare the same `max_tokens`.
+#
+# vLLM also keeps compiled models on disk and finds them by a hash of its configuration, of which an environment
+# variable is no part. The compiled code around a stage is not the code around vLLM's own experts; so the stage's name
+# joins the configuration, and the two are never mixed up.
 #
 # ### What vLLM does afterwards
 #

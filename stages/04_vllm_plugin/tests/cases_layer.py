@@ -193,6 +193,18 @@ def case_new_weights_in_the_old_place(bench):
     near(bench.call(runner, x_TH, logits_TE), by_hand(SMALL, fresh, x_TH, logits_TE))
 
 
+def case_compiled_models_of_two_stages_are_kept_apart(bench):
+    """vLLM finds a compiled model on disk by the hash of its configuration: a stage must be in it."""
+    hashes = set()
+    for stage in ("01_variable_a2a", FIRST):
+        with using(stage=stage):
+            bench.make()
+        hashes.add(bench.config.compute_hash())
+    bench.config.additional_config.pop("epmoe")
+    hashes.add(bench.config.compute_hash())
+    assert len(hashes) == 3, hashes
+
+
 def case_many_layers_leak_nothing(bench):
     from torch.distributed import distributed_c10d as c10d
 

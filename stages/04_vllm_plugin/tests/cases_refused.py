@@ -42,9 +42,10 @@ def case_refusals_of_configurations(bench):
         refused(bench.make, "--enable-lora")
 
 
-def case_a_stage_that_cannot_serve_the_dtype(bench):
+def case_what_the_stage_does_not_declare(bench):
+    many = SMALL.with_(experts=1056, hidden=32, intermediate=32)
     with using(stage="03_fused_triton"):
-        refused(lambda: bench.make(dtype=torch.bfloat16), "torch.bfloat16 does not work on a CPU")
+        refused(lambda: bench.make(many, weights=()), "experts=1056 is over the limit of 1024")
 
 
 def case_fallback_only_when_asked_and_said(bench):

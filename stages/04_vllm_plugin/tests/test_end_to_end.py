@@ -5,6 +5,9 @@ stages are held against is vLLM on one rank. The fused stage runs its real kerne
 is slow: it gets short prompts and few tokens.
 """
 
+import json
+import subprocess
+
 import pytest
 
 from epmoe.core.errors import RankFailedError
@@ -34,7 +37,8 @@ class Runner:
         return [Request(ids=i, tokens=t) for i, t in zip(self.ids, self.lengths, strict=True)]
 
     def __call__(self, stage: str, variables: dict[str, str] | None = None, **plan) -> Outcome:
-        asked = Plan(model=self.model, stages=(NATIVE, stage), engine=LIMITS, **plan)
+        engine = LIMITS | plan.pop("engine", {})
+        asked = Plan(model=self.model, stages=(NATIVE, stage), engine=engine, **plan)
         job, order = job_for(asked, stage, self.requests())
         answers = engines.run(job, self.python, "cpu", 360, variables)
         return Outcome(job, answers, order)
@@ -72,6 +76,8 @@ def test_one_rank_and_a_spoilt_expert(run, native):
 
 
 def test_one_rank_under_the_compiler(run, native):
+    """Both, one after the other: what vLLM keeps on disk of the one must not be taken for the other."""
+    assert run(NATIVE, compiled=True).in_order("ids") == native.in_order("ids")
     held(TWO, run(TWO, compiled=True), native)
 
 
@@ -90,13 +96,59 @@ def test_two_tensor_parallel_ranks_divide_the_tokens(run, native):
     held(TWO, run(TWO, tp=2), native)
 
 
-def test_what_cannot_run_ends_the_start_with_the_reason(run):
-    """bfloat16 products are wrong in Triton's interpreter, so the stage refuses them on a CPU."""
-    with pytest.raises(RankFailedError, match=r"torch\.bfloat16 does not work on a CPU"):
-        run(THREE, dtype="bfloat16")
+def test_a_quantised_model_ends_the_start_with_the_reason(run):
+    with pytest.raises(
+        RankFailedError, match=r"cannot run model\.layers\.1.*quantised or held by Fp8"
+    ):
+        run(TWO, engine={"quantization": "fp8"})
 
 
-def test_an_allow_list_without_us_means_off(run, native):
-    found = run(ONE, {"VLLM_PLUGINS": "somebody_else"})
+def test_workers_in_processes_of_their_own_tell_what_they_ran(run, native, tmp_path):
+    """vLLM's default: the engine and its workers are spawned. The worker itself says that the stage was there."""
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "EPMOE_REPORT": str(tmp_path)}
+    found = run(ONE, variables)
     assert found.in_order("ids") == native.in_order("ids")
-    assert all(not answer.report["layers"] for answer in found.answers)
+    assert found.answers[0].report["layers"] == [], "the front end has no layers"
+    told = json.loads((tmp_path / "rank-0.json").read_text())
+    assert [layer["stage"] for layer in told["layers"]] == [ONE] * 4
+    assert all(layer["calls"] >= 4 for layer in told["layers"])
+
+
+SWITCH = """
+import os, sys
+import vllm.plugins as plugins
+from vllm.model_executor.custom_op import op_registry_oot
+
+def load(**variables):
+    for name in ("EPMOE_STAGE", "VLLM_PLUGINS"):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    plugins.plugins_loaded = False
+    plugins.load_general_plugins()
+    print("MoERunner" in op_registry_oot, end=" ")
+
+load()
+load(EPMOE_STAGE="native")
+load(EPMOE_STAGE="01", VLLM_PLUGINS="somebody_else")
+load(EPMOE_STAGE="01", VLLM_PLUGINS="epmoe,somebody_else")
+load(EPMOE_STAGE="01")  # twice, as in some of vLLM's processes
+sys.stdout.flush()
+load(EPMOE_STAGE="fast")
+"""
+
+
+def test_on_off_twice_and_unknown(vllm_python):
+    """Off means that nothing of vLLM is replaced; an unknown stage ends the start with the list."""
+    env = engines.environment(NATIVE, "cpu", {})
+    done = subprocess.run(
+        [vllm_python, "-c", SWITCH],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "False False False True True" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert done.returncode != 0
+    assert "EPMOE_STAGE=fast: no stage called 'fast'" in done.stderr
+    assert "01_variable_a2a" in done.stderr

@@ -52,6 +52,7 @@ def run(job: Job, rank: int) -> Answer:
         llm.apply_model(lambda model: spoil(model, expert))
         again = llm.generate(prompts, how, use_tqdm=False)
         spoilt_ids = [list(output.outputs[0].token_ids) for output in again]
+    llm.llm_engine.engine_core.shutdown()  # where the engine has processes of its own, they end with it
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Answer(
         ids=[list(one.token_ids) for one in found],

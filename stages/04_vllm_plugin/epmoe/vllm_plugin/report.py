@@ -11,6 +11,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _runners: "list[weakref.ref[Any]]" = []
 
 
@@ -42,9 +44,22 @@ def of_worker(worker: Any) -> dict[str, Any]:
     return of_this_process()
 
 
+_kept: set[str] = set()
+
+
 def keep_in(folder: str) -> None:
-    """Write the report when this process ends."""
-    atexit.register(write, folder)
+    """Write the report when this process ends; `tick` does it in between, since not every end is an orderly one."""
+    if folder not in _kept:
+        _kept.add(folder)
+        atexit.register(write, folder)
+
+
+def tick(folder: str | None, calls: int) -> None:
+    """After call 1, 2, 4, 8, ... of a layer: write. Not in a graph capture, where nothing can be read."""
+    if folder is None or calls & (calls - 1):
+        return
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        write(folder)
 
 
 def write(folder: str) -> Path:

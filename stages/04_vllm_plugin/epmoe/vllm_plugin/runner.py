@@ -76,6 +76,9 @@ class StagedMoERunner(MoERunner):
             )
             method = WeightsInPlace(self.moe_config, self.staged.place)
             self.routed_experts._replace_quant_method(method)
+            # vLLM keeps compiled models on disk, found by a hash of the configuration alone; what is compiled around
+            # a stage (no second sum over ranks) is not what fits around vLLM's own experts
+            config.additional_config["epmoe"] = settings.stage
         self._forward_entry = self._select_forward()
         report.add(self)
         if settings.report:
@@ -112,6 +115,7 @@ class StagedMoERunner(MoERunner):
         )
         sizes, padding_T = self._step(len(hidden_states))
         y_TH = self.staged(hidden_states, ids_TK, weights_TK.float(), sizes, padding_T)
+        report.tick(self.staged.settings.report, self.staged.calls)
         if shared_experts_overlapping:
             self._shared_experts.wait()
         return (self._shared_experts.output if self._shared_experts is not None else None), y_TH
@@ -170,6 +174,11 @@ class StagedMoERunner(MoERunner):
         )
         reasons = reasons_against(parts, stage.capabilities)
         reasons += layout.reasons_against_order(self.routed_experts)
+        if not isinstance(config.additional_config, dict):
+            kind = type(config.additional_config).__name__
+            reasons.append(
+                f"additional_config is a {kind}: the stage's name cannot join the key of compiled models"
+            )
         capacity = self._capacity()
         over = capture_sizes_over(capacity, config, device.type)
         if over is not None:
