@@ -100,9 +100,9 @@ class Subject(ABC):
 class StageSubject(Subject):
     """A registered stage, through the seam: its own fused router where it has one, else the common one before it."""
 
-    def __init__(self, stage: str, setting: Setting):
+    def __init__(self, name: str, setting: Setting):
         super().__init__(setting)
-        self.stage = registry.resolve(stage)
+        self.stage, options = variant(name)
         group = setting.group
         if setting.loopback:
             group = DrawLoopback(setting.rank, setting.ranks, setting.device)
@@ -116,6 +116,7 @@ class StageSubject(Subject):
                 group,
                 setting.tokens,
                 check=False,
+                **options,
             )
             for weights in setting.weights
         ]
@@ -238,10 +239,19 @@ def make_subject(name: str, setting: Setting, vllm_configs: dict[int, dict] | No
         return GroupedProduct(setting)
     if name in vllm_subjects.NAMES:
         return vllm_subjects.make(name, setting, vllm_configs)
-    reasons = reasons_against(registry.load(name).capabilities, setting)
+    stage, _ = variant(name)
+    reasons = reasons_against(registry.load(stage).capabilities, setting)
     if reasons:
-        raise UnsupportedError(f"{registry.resolve(name)} cannot run here: {'; '.join(reasons)}")
+        raise UnsupportedError(f"{stage} cannot run here: {'; '.join(reasons)}")
     return StageSubject(name, setting)
+
+
+def variant(name: str) -> tuple[str, dict[str, str]]:
+    """Stage and build options of a subject's name: "03" is the stage, "03:-pack-merge" it without two fusions."""
+    stage, _, off = name.partition(":")
+    if off and not off.startswith("-"):
+        raise InputError(f"subject {name!r}: write what is left out as {stage}:-one-other")
+    return registry.resolve(stage), {"without": ",".join(off[1:].split("-"))} if off else {}
 
 
 def resolve_names(asked: Sequence[str], ranks_here: int) -> list[str]:
@@ -251,7 +261,12 @@ def resolve_names(asked: Sequence[str], ranks_here: int) -> list[str]:
     if list(asked) == ["auto"]:
         return [*registry.names(), "grouped_mm", *vllm_subjects.names_for(ranks_here)]
     others = ("grouped_mm", *vllm_subjects.NAMES)
-    names = [name if name in others else registry.resolve(name) for name in asked]
+    names = [name if name in others else _full_name(name) for name in asked]
     if len(set(names)) != len(names):
         raise InputError(f"subjects={','.join(asked)}: a subject is named twice")
     return names
+
+
+def _full_name(name: str) -> str:
+    stage, options = variant(name)
+    return stage + "".join(f":-{off.replace(',', '-')}" for off in options.values())
