@@ -80,9 +80,7 @@ FAULTS = [
     ("entry points", removed(f"{QUICK}/layer.py"), "does not assign STAGE"),
     (
         "entry points",
-        replaced(
-            "pyproject.toml", "[tool.hatch", '[tool.epmoe]\nhosts = ["01_quick"]\n[tool.hatch'
-        ),
+        replaced("pyproject.toml", "[project]", '[tool.epmoe]\nhosts = ["01_quick"]\n[project]'),
         "01_quick, which has a layer",
     ),
     ("namespace", added("src/epmoe/__init__.py"), "src/epmoe/__init__.py"),

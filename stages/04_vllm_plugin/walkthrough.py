@@ -165,7 +165,7 @@ print("on two ranks that divide:  ", most_tokens(16, Share(0, 2), step))
 # Without vLLM, the host of a stage on three ranks: unequal, idle, overfull and divided.
 
 # %%
-prove("stages/04_vllm_plugin/tests/test_share.py", "-k", "ranks")
+prove("stages/04_vllm_plugin/tests/test_share.py", "-k", "unequal or divided")
 
 # %% [markdown]
 # With vLLM, where its environment is there (`python tools/setup_vllm_env.py`): `pytest stages/04_vllm_plugin`. Layers

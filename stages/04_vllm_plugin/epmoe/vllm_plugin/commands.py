@@ -66,7 +66,7 @@ def compare(
 
     options = [text.partition("=") for text in option or []]
     plan = comparing.Plan(
-        model=str(model.resolve()),
+        model=str(model),
         stages=comparing.resolve_stages(stages),
         prompts=comparing.read_prompts(prompts) if prompts else comparing.PROMPTS,
         tokens=tokens,
@@ -118,7 +118,7 @@ def layer(
     from epmoe.vllm_plugin import engines, layers
 
     plan = layers.LayerPlan(
-        model=str(model.resolve()),
+        model=str(model),
         layer=index,
         stages=comparing.resolve_stages(stages),
         dp=dp,

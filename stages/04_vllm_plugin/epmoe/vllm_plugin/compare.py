@@ -129,7 +129,7 @@ def job_for(plan: Plan, stage: str, requests: Sequence[Request]) -> tuple[Job, l
     if stage != NATIVE and plan.device == "cuda":
         eager = eager or not registry.load(stage).capabilities.graph_capturable
     job = Job(
-        model=plan.model,
+        model=str(Path(plan.model).resolve()),
         stage=stage,
         requests=[[requests[index] for index in some] for some in order],
         dtype=plan.dtype,

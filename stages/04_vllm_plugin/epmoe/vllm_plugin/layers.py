@@ -113,7 +113,7 @@ def _run(
         for file, part_TH in zip(inputs, parts, strict=True):
             torch.save(part_TH.contiguous().clone(), file)
         job = {
-            "model": plan.model,
+            "model": str(Path(plan.model).resolve()),
             "layer": layer,
             "dp": dp,
             "tp": tp,
