@@ -11,7 +11,7 @@ from epmoe.core.shape import MoEShape
 from epmoe.core.weights import random_weights
 from epmoe.vllm_plugin.host import HostSpec, Shared, StagedExperts, placement_from_maps
 from epmoe.vllm_plugin.settings import Settings
-from epmoe.vllm_plugin.share import Share, most_tokens
+from epmoe.vllm_plugin.share import Share, capacity_for, most_tokens
 
 SHAPE = MoEShape(hidden=8, intermediate=4, experts=5, topk=2)
 
@@ -32,6 +32,20 @@ def test_every_token_is_somebodys_once_and_in_order(ranks, tokens):
 )
 def test_all_ranks_know_the_fullest(tokens, ranks, sizes, most):
     assert most_tokens(tokens, Share(0, ranks), sizes) == most
+
+
+@pytest.mark.parametrize(
+    ("most", "captured", "ranks", "capacity"),
+    [
+        (64, 0, 1, 64),
+        (64, 512, 1, 64),
+        (16384, 512, 1, 2048),
+        (16384, 512, 16, 1024),
+        (8192, 4096, 1, 4096),
+    ],
+)
+def test_buffers_are_made_for_a_step_but_not_for_any(most, captured, ranks, capacity):
+    assert capacity_for(most, captured, Share(0, ranks)) == capacity
 
 
 def test_maps_become_placements():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from epmoe.core.capabilities import Capabilities
+from epmoe.vllm_plugin.share import Share
 from epmoe.vllm_plugin.support import LayerParts, capture_sizes_over, reasons_against
 
 UnquantizedFusedMoEMethod = type("UnquantizedFusedMoEMethod", (), {})
@@ -151,6 +152,7 @@ def test_what_the_stage_declares_counts_too():
 
 def test_a_graph_has_to_fit_into_one_round():
     config = parts("cuda").config
-    assert capture_sizes_over(256, config, "cuda") == 512
-    assert capture_sizes_over(512, config, "cuda") is None
-    assert capture_sizes_over(256, config, "cpu") is None
+    assert capture_sizes_over(256, Share(), config, "cuda") == 512
+    assert capture_sizes_over(512, Share(), config, "cuda") is None
+    assert capture_sizes_over(256, Share(0, 2), config, "cuda") is None
+    assert capture_sizes_over(256, Share(), config, "cpu") is None

@@ -29,7 +29,7 @@ from epmoe.core.placement import Placement, contiguous
 from epmoe.core.shape import MoEShape
 from epmoe.vllm_plugin import hook, layout, report
 from epmoe.vllm_plugin.host import HostSpec, Shared, StagedExperts, placement_from_maps
-from epmoe.vllm_plugin.share import Share
+from epmoe.vllm_plugin.share import Share, capacity_for
 from epmoe.vllm_plugin.support import LayerParts, capture_sizes_over, reasons_against
 
 _shared: "weakref.WeakKeyDictionary[Any, Shared]" = weakref.WeakKeyDictionary()
@@ -180,7 +180,7 @@ class StagedMoERunner(MoERunner):
                 f"additional_config is a {kind}: the stage's name cannot join the key of compiled models"
             )
         capacity = self._capacity()
-        over = capture_sizes_over(capacity, config, device.type)
+        over = capture_sizes_over(capacity, self._share(), config, device.type)
         if over is not None:
             reasons.append(
                 f"EPMOE_CAPACITY={capacity} is below the largest captured batch of {over} tokens: raise it"
@@ -197,8 +197,11 @@ class StagedMoERunner(MoERunner):
         hook.log.warning("%s runs natively, not on %s: %s", self.layer_name, settings.stage, why)
 
     def _capacity(self) -> int:
-        """C: what vLLM may bring in one step, divided where tensor-parallel ranks divide it; or EPMOE_CAPACITY."""
-        return hook.current().capacity or self._share().part(self.moe_config.max_num_tokens)
+        """C: EPMOE_CAPACITY, or what vLLM's configuration asks for; the same on all ranks."""
+        moe = self.moe_config
+        return hook.current().capacity or capacity_for(
+            moe.max_num_tokens, moe.max_capture_size or 0, self._share()
+        )
 
     def _share(self) -> Share:
         grid, tp = self.moe_config.moe_parallel_config, get_tp_group()

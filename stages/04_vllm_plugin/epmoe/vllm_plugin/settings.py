@@ -14,7 +14,7 @@ VARIABLES = {
     STAGE: "the stage that runs the routed experts; unset or `native` leaves vLLM alone",
     "EPMOE_STAGE_OPTIONS": 'options of that stage as a JSON object, such as {"without": "merge"}',
     "EPMOE_FALLBACK": "`native`: a layer that the stage cannot serve runs on vLLM's own code, and says so",
-    "EPMOE_CAPACITY": "tokens per rank that buffers are made for; more run as several rounds. vLLM's limit by default",
+    "EPMOE_CAPACITY": "tokens per rank that buffers are made for; larger steps run as several rounds",
     "EPMOE_COUNT": "`1`: calls are counted on the device too, so that replays of a CUDA graph show",
     "EPMOE_REPORT": "a folder where every worker writes rank-<r>.json: which stage runs, and how often it was called",
 }

@@ -37,6 +37,25 @@ class Share:
 
 
 # --8<-- [end:share]
+
+
+# tokens per rank: beyond, a second round costs little next to the products of the first
+ENOUGH_AT_ONCE = 2048
+
+
+def capacity_for(most: int, captured: int, share: Share) -> int:
+    """C where nothing else is asked for: what fits one step of vLLM, but no more than buffers should be made for.
+
+    Args:
+        most: tokens of the largest step (max_num_batched_tokens); the same on all ranks.
+        captured: tokens of the largest batch in a CUDA graph, which has to be one round; 0 for none.
+        share: how tokens are divided.
+
+    Worked: steps of up to 16384 tokens, graphs of up to 512: C = 2048, a full step is eight rounds.
+    """
+    return min(share.part(most), max(ENOUGH_AT_ONCE, captured))
+
+
 def most_tokens(tokens: int, share: Share, sizes: Sequence[int] | None) -> int:
     """The most tokens that any rank of the expert group brings to this call: the same number on every rank.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from epmoe.core.capabilities import Capabilities, Spec
+from epmoe.vllm_plugin.share import Share
 
 PLAIN_METHOD, PLAIN_EXPERTS, DEFAULT_EXCHANGE = (
     "UnquantizedFusedMoEMethod",
@@ -145,9 +146,12 @@ def _needs(parts: LayerParts) -> Spec:
     )
 
 
-def capture_sizes_over(capacity: int, config: Any, device_type: str) -> int | None:
-    """The largest batch that vLLM will capture, where it is more than `capacity`; a graph holds one round."""
+def capture_sizes_over(capacity: int, share: Share, config: Any, device_type: str) -> int | None:
+    """Tokens that a rank brings to the largest batch that vLLM will capture, where they are more than `capacity`.
+
+    A graph holds one round.
+    """
     if device_type != "cuda" or not graphs_wanted(config.compilation_config.cudagraph_mode):
         return None
-    largest = config.compilation_config.max_cudagraph_capture_size or 0
+    largest = share.part(config.compilation_config.max_cudagraph_capture_size or 0)
     return largest if largest > capacity else None
