@@ -60,7 +60,7 @@ def on_files(files, config):
             page = markdown.to_markdown(notebook, script, ROOT)
         except (OSError, ValueError) as error:
             raise PluginError(f"{stage}/walkthrough.py: {error}") from error
-        add(f"{stage}/walkthrough.md", page)
+        add(f"{stage}/walkthrough.md", stage_pages.link_files(page, script.parent, ROOT))
         add(f"{stage}/walkthrough.ipynb", notebooks.to_notebook(notebook, ROOT, SNIPPETS))
         add(f"{stage}/walkthrough.py.txt", script.read_text())
     for stage in diffs.stages(ROOT):

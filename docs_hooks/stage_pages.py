@@ -35,11 +35,23 @@ def card(stage: Path, root: Path) -> str:
 
 
 def _linked(match: re.Match[str], stage: Path, root: Path) -> str:
+    """`name.py` -> a link to its source page, where exactly one file of the stage or the core is meant."""
     name = match[1]
-    for path in (f"stages/{stage.name}/{name}", name, f"src/epmoe/core/{name}"):
-        if (root / path).is_file() and any((root / path) == p for p in source_files(root)):
-            return f"[`{name}`](../../source/{path}.md)"
+    files = [str(path.relative_to(root)) for path in source_files(root)]
+    for start in (f"stages/{stage.name}/", "src/epmoe/core/", ""):
+        found = [f for f in files if f.startswith(start) and f"/{f}".endswith(f"/{name}")]
+        if len(found) == 1:
+            return f"[`{name}`](../../source/{found[0]}.md)"
     return match[0]
+
+
+def link_files(text: str, stage: Path, root: Path) -> str:
+    """Link the files that a walkthrough's card names."""
+
+    def paragraph(match: re.Match[str]) -> str:
+        return re.sub(r"`([\w./]+\.py)`", lambda m: _linked(m, stage, root), match[0])
+
+    return re.sub(r"\*\*Files?\*\*.*?(?=\n\s*\n)", paragraph, text, count=1, flags=re.DOTALL)
 
 
 def source_files(root: Path) -> list[Path]:

@@ -97,7 +97,7 @@ def _run(notebook: NotebookNode, script: Path) -> None:
             resources={"metadata": {"path": script.parent}},
         )
         try:
-            client.execute(env=_environment())
+            client.execute(env=_environment(), cleanup_kc=True)  # the kernel ends with its notebook
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             raise WalkthroughError(_explain(notebook, script, error)) from error
 

@@ -261,3 +261,14 @@ def test_checker_accepts_a_sound_site(tmp_path):
     )
     assert check(tmp_path) == []
     assert check(tmp_path / "nothing") != []
+
+
+def test_cards_link_the_files_that_they_name():
+    (stage,) = [s for s in diffs.stages(ROOT) if s.name == "01_variable_a2a"]
+    text = "**File**: `epmoe/variable_a2a/layer.py`, and `no_such.py`.\n\n`layer.py`\n"
+    linked = stage_pages.link_files(text, stage, ROOT)
+    page = "../../source/stages/01_variable_a2a/epmoe/variable_a2a/layer.py.md"
+    assert linked == text.replace(
+        "`epmoe/variable_a2a/layer.py`", f"[`epmoe/variable_a2a/layer.py`]({page})"
+    )
+    assert f"({page})" in stage_pages.card(stage, ROOT)

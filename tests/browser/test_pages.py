@@ -88,7 +88,7 @@ def test_diagrams_are_drawn(open_context):
     diagram = page.locator("div.mermaid").first
     expect(diagram).to_be_visible()
     page.wait_for_function(
-        "document.querySelector('div.mermaid').getBoundingClientRect().height > 40"
+        "document.querySelector('div.mermaid').getBoundingClientRect().height > 20"
     )
 
 
