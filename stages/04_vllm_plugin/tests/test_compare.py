@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -73,9 +74,11 @@ def test_equal_text():
 
 def test_the_first_other_token_and_how_near_it_was():
     found = first_difference([[1, 2], [3, 4]], [[1, 2], [3, 9]], NATIVE_RUN.in_order("logprobs"))
+    assert found is not None
     assert (found.prompt, found.position, found.expected, found.found) == (1, 1, 4, 9)
     assert found.gap == pytest.approx(2.5)
     shorter = first_difference([[1, 2]], [[1]], [[{"1": 0.0}, {"2": 0.0}]])
+    assert shorter is not None
     assert (shorter.position, shorter.expected, shorter.found, shorter.gap) == (1, 2, -1, None)
 
 
@@ -189,6 +192,13 @@ def test_a_rank_that_fails_is_quoted_and_the_others_end(tmp_path, monkeypatch):
     )
     with pytest.raises(RankFailedError, match=r"(?s)rank 1 failed:.*ValueError: no"):
         engines.run_ranks("rank_program", tmp_path, sys.executable, env, 2, 30, "two ranks")
+
+
+def test_shared_memory_that_ranks_leave_behind_goes_with_them(tmp_path, monkeypatch):
+    name = f"/dev/shm/test-{tmp_path.name}-cpushm_0"
+    env = program(tmp_path, monkeypatch, f"open({name!r}, 'w').close()")
+    engines.run_ranks("rank_program", tmp_path, sys.executable, env, 1, 30, "one rank")
+    assert not Path(name).exists()
 
 
 def test_a_rank_that_hangs_is_ended(tmp_path, monkeypatch):

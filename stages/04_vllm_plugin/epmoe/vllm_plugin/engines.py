@@ -109,13 +109,20 @@ def run_ranks(
     what: str,
 ) -> None:
     """Run `python -m program folder/job.json folder` on `world` ranks that meet as torchrun's do. Raises as `run`."""
-    port = str(free_port())
+    port, before = str(free_port()), shared_memory()
     ranks = [_start(program, folder, python, env, rank, world, port) for rank in range(world)]
     try:
         _wait(ranks, folder, time.monotonic() + timeout, what)
     finally:
         for rank in ranks:
             _end(rank)
+        for left in shared_memory() - before:
+            left.unlink(missing_ok=True)
+
+
+def shared_memory() -> set[Path]:
+    """Files of vLLM's CPU groups: named alike in every run, and a run that finds one of another does not start."""
+    return set(Path("/dev/shm").glob("*cpushm_*"))
 
 
 def _start(
