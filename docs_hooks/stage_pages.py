@@ -88,6 +88,10 @@ def changes_page(stage: Path, root: Path) -> str:
         _new_lines(found),
         *(_compared(change, before.name, stage.name) for change in compared),
     ]
+    if not compared:
+        parts.append(
+            "No file takes over from one of that stage: everything here is new, and stands beside it."
+        )
     if fresh:
         rows = "\n".join(f"| [`{c.name}`](../../source/{c.after}.md) | {c.lines} |" for c in fresh)
         parts.append(f"## New files\n\n| file | lines |\n|---|---:|\n{rows}")

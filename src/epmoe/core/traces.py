@@ -69,7 +69,9 @@ def tokens_of(scenario: Scenario) -> Toy:
     if scenario.routing == "toy":
         return TOY
     if scenario.ranks not in TOKENS:
-        raise InputError(f"ranks={scenario.ranks}: traces are drawn for {', '.join(map(str, TOKENS))}")
+        raise InputError(
+            f"ranks={scenario.ranks}: traces are drawn for {', '.join(map(str, TOKENS))}"
+        )
     shape = MoEShape(
         name="trace", hidden=4, intermediate=2, experts=scenario.experts, topk=scenario.topk
     )
@@ -144,7 +146,9 @@ def _token(toy: Toy, token: int, rank: int) -> dict:
 def watch_rank(group: EPGroup, stage: str, toy: Toy) -> dict:
     """One rank's share of a trace; a rank program."""
     rank = group.rank
-    layer = build(stage, toy.shape, toy.weights(rank).to(group.device), toy.placement, group, toy.capacity)
+    layer = build(
+        stage, toy.shape, toy.weights(rank).to(group.device), toy.placement, group, toy.capacity
+    )
     x_TH, ids_TK, gates_TK = toy.x_TH(rank), toy.ids_TK(rank), toy.gates_TK(rank)
     with ledger.record() as book, watch(layer) as seen:
         y_TH = layer(x_TH, ids_TK, gates_TK, max_tokens=toy.capacity)
@@ -177,7 +181,9 @@ def _row_bytes(seen: Watched, carried: Carried, home: bool = False) -> int:
     """Bytes of one row; where slots and weights travel in exchanges of their own, theirs too."""
     beside = [carried]
     if not home and carried.sent.dtype is not torch.uint8:
-        beside += [c for c in seen.carried if c.sent.dtype is torch.int32 or _is_weights(c, carried)]
+        beside += [
+            c for c in seen.carried if c.sent.dtype is torch.int32 or _is_weights(c, carried)
+        ]
     return sum((c.sent.shape[-1] if c.sent.dim() > 1 else 1) * c.sent.itemsize for c in beside)
 
 
@@ -199,18 +205,27 @@ def _home(message: Message, rank: int) -> dict:
 
 def _delivered(seen: Watched, toy: Toy, rank: int) -> list[dict]:
     """The rows that the experts of this rank got, in their order, and what each came to."""
-    assert seen.rows is not None and seen.y_RH is not None
+    assert seen.rows is not None
+    assert seen.y_RH is not None
     experts = toy.placement.experts_of(rank)
     return [
         {
             "row": row,
             "experts": [experts[s] for s in slots if 0 <= s < len(experts)],
-            "gates": [round(g, 6) for s, g in zip(slots, gates, strict=True) if 0 <= s < len(experts)],
+            "gates": [
+                round(g, 6) for s, g in zip(slots, gates, strict=True) if 0 <= s < len(experts)
+            ],
             "x0": float(x[0]),
             "y": _values(y),
         }
         for row, (slots, gates, x, y) in enumerate(
-            zip(seen.rows.slots_RJ.tolist(), seen.rows.weights_RJ.tolist(), seen.rows.x_RH, seen.y_RH, strict=True)
+            zip(
+                seen.rows.slots_RJ.tolist(),
+                seen.rows.weights_RJ.tolist(),
+                seen.rows.x_RH,
+                seen.y_RH,
+                strict=True,
+            )
         )
     ]
 
@@ -259,13 +274,15 @@ def verify(trace: dict) -> None:
 
 def small(trace: dict) -> dict:
     """The trace without what only `verify` needs."""
-    delivered = [[{k: v for k, v in row.items() if k != "x0"} for row in rows] for rows in trace["delivered"]]
+    delivered = [
+        [{k: v for k, v in row.items() if k != "x0"} for row in rows] for rows in trace["delivered"]
+    ]
     home = [{k: v for k, v in message.items() if k != "y"} for message in trace["home"]]
     return trace | {"delivered": delivered, "home": home}
 
 
 def trace_everything() -> dict[str, dict]:
-    """"STAGE/SCENARIO.json" -> trace, of every stage and scenario."""
+    """ "STAGE/SCENARIO.json" -> trace, of every stage and scenario."""
     found = {}
     with RankPool(4, "cpu") as pool:
         for stage in STAGES:
