@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from epmoe.core import layer as seam
 from epmoe.core.cases import Case
 from epmoe.core.conformance.program import caught
+from epmoe.core.errors import CapacityError
 from epmoe.core.groups import EPGroup
 from epmoe.core.rounds import Rounds, plan_rounds
 from epmoe.core.shape import MoEShape
@@ -60,14 +61,23 @@ def test_all_ranks_plan_the_same(limit, everyone, count, capacity):
     assert alone.group.asked == 0
 
 
-def test_strict_layers_and_captures_ask_nobody():
+@pytest.mark.parametrize("tokens", [17, 3])
+def test_strict_layers_raise_on_the_rank_that_has_room_too(tokens):
+    """Asked, or declared: every rank says the same; at C tokens nobody complains."""
+    strict = spec(16, [17, 3], overflow="raise")
+    for declared in (None, 17):
+        with pytest.raises(CapacityError, match=r"17 tokens on a rank, .* max_tokens_per_rank=16"):
+            plan_rounds(strict, tokens, declared, False)
+    assert strict.group.asked == 1
+    assert plan_rounds(spec(16, [16, 3], overflow="raise"), 3, None, False) == Rounds(1, 16)
+
+
+def test_captures_ask_nobody():
     """Without a declared number they run one round of the full size, which all ranks know."""
-    strict = spec(16, [5, 3], overflow="raise")
-    assert plan_rounds(strict, 5, None, False) == Rounds(1, 16)
     captured = spec(16, [5, 3])
     assert plan_rounds(captured, 5, None, True) == Rounds(1, 16)
     assert plan_rounds(captured, 5, 6, True) == Rounds(1, 6)
-    assert strict.group.asked == captured.group.asked == 0
+    assert captured.group.asked == 0
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)

@@ -139,8 +139,8 @@ def read_ledger(path: Path) -> dict[str, list[str]]:
 
 
 def over_floor_words(stage: str, measured: Mapping[str, Result]) -> str:
-    """time / floor at the ladder's sizes, from the newest headline result that has this stage."""
-    for result in newest_first(measured):
+    """time / floor at the ladder's sizes, from the widest headline result that has this stage."""
+    for result in widest_first(measured):
         found = {p.tokens: p.subjects[stage] for p in result.points if stage in p.subjects}
         if any(found[t].over_floor for t in LADDER_TOKENS if t in found):
             return " / ".join(_cell(found.get(t)) for t in LADDER_TOKENS)
@@ -153,8 +153,11 @@ def _cell(one: Measured | None) -> str:
     return f"{one.over_floor[0]:.2f}" + (" (eager)" if one.mode == "eager" else "")
 
 
-def newest_first(measured: Mapping[str, Result]) -> list[Result]:
-    """Results that may stand in the ladder: one rank's loopback share of the shape of record, on an H200."""
+def widest_first(measured: Mapping[str, Result]) -> list[Result]:
+    """Results that may stand in the ladder: one rank's loopback share of the shape of record, on an H200.
+
+    One that covers all decode sizes comes before one that looks at a few, then the newest.
+    """
     fitting = [
         result
         for result in measured.values()
@@ -166,7 +169,7 @@ def newest_first(measured: Mapping[str, Result]) -> list[Result]:
         }
         == _HEADLINE
     ]
-    return sorted(fitting, key=lambda result: result.created, reverse=True)
+    return sorted(fitting, key=lambda one: (len(one.points), one.created), reverse=True)
 
 
 def with_table(readme: Path, table: str) -> str:

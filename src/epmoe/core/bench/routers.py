@@ -6,12 +6,13 @@ the stage itself is.
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from epmoe.core import registry
-from epmoe.core.errors import EpmoeError, InputError
+from epmoe.core.errors import InputError
 from epmoe.core.routing import route
 from epmoe.core.shape import MoEShape
 
@@ -36,29 +37,25 @@ def make_router(name: str, shape: MoEShape, device: torch.device) -> tuple[Route
     if name != "auto":
         return _stage_router(name, shape)
     for stage in reversed(registry.names()):
-        try:
+        if _kernel_of(stage) is not None:
             return _stage_router(stage, shape)
-        except EpmoeError:
-            continue  # has no router of its own
     return make_router("torch", shape, device)
 
 
 def _stage_router(stage: str, shape: MoEShape) -> tuple[Router, str]:
-    factory = registry.load(stage).factory
-    package = factory.__module__.rsplit(".", 1)[0]
-    try:
-        kernels = import_module(f"{package}.kernels")
-        config = shape.router
-        rule = kernels.RouterRule(
-            sigmoid=config.scoring == "sigmoid",
-            renormalize=config.renormalize,
-            groups=config.groups,
-            topk_groups=config.topk_groups,
-            scale=config.scale,
+    kernel = _kernel_of(stage)
+    if kernel is None:
+        raise InputError(
+            f"router={stage!r}: this stage offers no router kernel, no kernels.route_tokens"
         )
-        kernel = kernels.route_tokens
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"router={stage!r}: this stage offers no router kernel: {error}") from None
     return (
-        lambda logits_TE, bias_E: kernel(logits_TE, shape.topk, rule, bias_E)
-    ), f"{stage} kernel"
+        lambda logits_TE, bias_E: kernel(logits_TE, shape.topk, shape.router, bias_E)
+    ), f"{registry.resolve(stage)} kernel"
+
+
+def _kernel_of(stage: str) -> Callable | None:
+    """`kernels.route_tokens` of the stage's package, None where there is none."""
+    package = registry.load(stage).factory.__module__.rsplit(".", 1)[0]
+    if find_spec(f"{package}.kernels") is None:
+        return None
+    return getattr(import_module(f"{package}.kernels"), "route_tokens", None)

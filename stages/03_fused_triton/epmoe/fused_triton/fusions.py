@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from epmoe.core.errors import InputError
 
 FUSIONS: dict[str, str] = {
-    "router": "logits become ids and weights inside the pack kernel, not in a dozen torch operators",
+    "router": "logits become ids and weights inside the pack kernel, not in operators of their own",
     "pack": "one kernel writes all send rows, not four strided copies and a mask",
     "metadata": "one kernel builds offsets, order and tiles, not a sort and a search",
     "gather": "the GEMM reads received rows in place, not from a copy made by a prepare kernel",

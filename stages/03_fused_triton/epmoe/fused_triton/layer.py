@@ -81,7 +81,7 @@ class FusedTritonLayer(SplitLayer[Tensor]):
     def _one_round(self, tokens: int, max_tokens: int | None) -> bool:
         """Whether every rank knows, without asking, that one round of this capacity is enough."""
         declared = max_tokens if max_tokens is not None else self.spec.max_tokens_per_rank
-        asks = max_tokens is None and self.spec.overflow == "rounds" and self.spec.group.size > 1
+        asks = max_tokens is None and self.spec.group.size > 1
         return not asks and 1 <= declared <= self.spec.max_tokens_per_rank and tokens <= declared
 
     def describe(self) -> dict[str, object]:
