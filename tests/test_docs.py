@@ -272,3 +272,8 @@ def test_cards_link_the_files_that_they_name():
         "`epmoe/variable_a2a/layer.py`", f"[`epmoe/variable_a2a/layer.py`]({page})"
     )
     assert f"({page})" in stage_pages.card(stage, ROOT)
+
+
+def test_the_formatter_has_left_snippets_alone():
+    for page in PAGES:
+        assert "--8 <" not in text_of(page), f"{page}: a snippet's marker was formatted as code"
