@@ -10,6 +10,7 @@ from epmoe.core.cases import Case
 from epmoe.core.errors import DisagreementError
 from epmoe.core.groups import EPGroup
 from epmoe.core.shape import MoEShape
+from epmoe.core.split import SplitLayer
 from epmoe.core.verify import build_case
 
 STAGE = Path(__file__).parents[1].name
@@ -19,6 +20,7 @@ SHAPE = MoEShape(hidden=2, intermediate=4, experts=8, topk=3)
 def carry(group: EPGroup, case: Case) -> tuple[list, list, Tensor]:
     """Send (rank, token) as x and the expert id as routing weight; what arrived, what was sent, what came home."""
     layer = build_case(group, case)
+    assert isinstance(layer, SplitLayer)
     ids_TK, _ = case.routing(0, group.rank)
     T = len(ids_TK)
     x_TH = torch.stack([torch.full((T,), float(group.rank)), torch.arange(float(T))], dim=1)

@@ -67,8 +67,8 @@ def _error(
     x_TH, ids_TK, weights_TK = arguments
     if not len(x_TH):
         return 0.0
-    gate_TEI, up_TEI = torch.einsum("th,eih->tei", x_TH.float(), everything.w13_E2IH).chunk(2, 2)
-    f_TEH = torch.einsum("tei,ehi->teh", F.silu(gate_TEI) * up_TEI, everything.w2_EHI)
+    gate_TEI, up_TEI = torch.einsum("nh,eih->nei", x_TH.float(), everything.w13_E2IH).chunk(2, 2)
+    f_TEH = torch.einsum("nei,ehi->neh", F.silu(gate_TEI) * up_TEI, everything.w2_EHI)
     picked_TKH = f_TEH.gather(
         1, ids_TK.clamp(min=0).long()[:, :, None].expand(-1, -1, f_TEH.shape[2])
     )

@@ -167,7 +167,7 @@ def limits_of(device: torch.device) -> kernels.DeviceLimits:
 def entries(device: str) -> dict[Situation, kernels.LayerConfig]:
     """Everything that was measured on `device`, from the JSON files that ship with the package."""
     found: dict[Situation, kernels.LayerConfig] = {}
-    for file in files(__package__).joinpath("configs").iterdir():
+    for file in files("epmoe.fused_triton").joinpath("configs").iterdir():
         if file.name.endswith(".json"):
             found |= read_entries(file.read_text(), device)
     return found
