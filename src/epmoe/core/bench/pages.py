@@ -22,7 +22,7 @@ def result_pages(name: str, result: Result, folder: str) -> dict[str, str]:
         files[f"{folder}/{name}-ratio.svg"] = plots.ratio_plot(result, ours)
         pictures.append(f"![time of {ours} over the others]({name}-ratio.svg)")
     parts = [
-        f"# {view.title(result)}\n",
+        f"# {name}: {view.title(result)}\n",
         _MADE,
         _provenance(result),
         *(picture + "\n" for picture in pictures),
@@ -37,8 +37,24 @@ def result_pages(name: str, result: Result, folder: str) -> dict[str, str]:
 
 
 def _last_stage(names: Sequence[str]) -> str | None:
-    stages = [name for name in names if name[:1].isdigit()]
+    stages = [name for name in names if name[:1].isdigit() and ":" not in name]
     return stages[-1] if stages else None
+
+
+def _unequal_routers(result: Result) -> list[str]:
+    """A warning where the stages that route in a kernel of their own met others that route in torch operators."""
+    own = {
+        name
+        for point in result.points
+        for name, one in point.subjects.items()
+        if one.describe.get("router") == "the layer's own"
+    }
+    if not own or result.setting["router"] != "torch":
+        return []
+    return [
+        f"- NOT the same router: {', '.join(sorted(own))} routed in a kernel of their own, all others with torch "
+        "operators, so part of what separates them is the router"
+    ]
 
 
 def _provenance(result: Result) -> str:
@@ -59,6 +75,7 @@ def _provenance(result: Result) -> str:
             f"- this run read memory at {read:.2f} TB/s and copied at {copy:.2f} TB/s",
             f"- {setting['blocks']} interleaved blocks of {setting['replays']} replays, {setting['layers']} layers "
             f"in a chain, {setting['draws']} draws, router: {setting['router']}; clock: {setting['clock']}",
+            *_unequal_routers(result),
             "",
         ]
     )

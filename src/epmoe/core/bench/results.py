@@ -143,7 +143,7 @@ def load(path: Path) -> Result:
     """Read and validate. Raises InputError that names the file and what is wrong."""
     try:
         data = json.loads(path.read_text())
-        points = [_point(p) for p in data.pop("points")]
+        points = sorted(map(_point, data.pop("points")), key=lambda point: point.tokens)
         result = Result(**data, points=points)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} is no benchmark result: {error!r}") from error
