@@ -126,6 +126,33 @@ def check(
 
 
 @app.command()
+def tune(
+    stage: Annotated[str, typer.Option(help="A stage that has something to tune.")] = "03",
+    shape: Annotated[str, typer.Option(help="A named shape.")] = "glm-5.3-flash",
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 4,
+    tokens: Annotated[str, typer.Option(help="T per rank, with commas.")] = "1,8,32,128",
+    loopback: Annotated[
+        bool, typer.Option("--loopback", help="One process plays one of the ranks.")
+    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    candidates: Annotated[int, typer.Option(min=1, help="How many to try of each product.")] = 40,
+    out: Annotated[
+        Path | None, typer.Option(help="The file; by default the one that layers read.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each T, several ranks.")] = 900.0,
+    json_to: Json = None,
+) -> None:
+    """Measure tile sizes on the expert group, slowest rank counts; layers look them up. Goes on where it stopped."""
+    from epmoe.core.tuning_guide import guide
+
+    data, table = guide(
+        _notes, stage, shape, ep, tokens, loopback, device, dtype, candidates, out, timeout
+    )
+    _deliver(data, json_to, table)
+
+
+@app.command()
 def stages(json_to: Json = None) -> None:
     """List the registered stages and what they declare."""
     table = Table("stage", "idea", "graph", "deterministic", "batch invariant", box=None)

@@ -17,6 +17,7 @@ from epmoe.core.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from epmoe.core.layer import LayerSpec, MoELayer
+    from epmoe.core.tune import Tuner
 
 GROUP = "epmoe.stages"
 
@@ -30,6 +31,7 @@ class Stage:
         capabilities: what it declares; `build` refuses everything else with the reasons.
         factory: makes the layer from a checked spec.
         options: names of the keyword options that `build` passes on, with their meaning.
+        tuner: measures configurations for `epmoe tune`, or None where there is nothing to tune.
         overflow: what calls with more than max_tokens_per_rank tokens do by default, "raise" or "rounds".
     """
 
@@ -38,6 +40,7 @@ class Stage:
     factory: "Callable[[LayerSpec], MoELayer]"
     options: dict[str, str]
     overflow: str = "raise"
+    tuner: "Tuner | None" = None
 
 
 def names() -> list[str]:

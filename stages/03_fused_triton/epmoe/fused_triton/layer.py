@@ -21,6 +21,7 @@ from epmoe.core.registry import Stage
 from epmoe.core.split import SplitLayer
 from epmoe.core.workspace import Workspace
 from epmoe.fused_triton import fusions, interpreter
+from epmoe.fused_triton.tuner import TUNER
 
 if TYPE_CHECKING:
     from epmoe.fused_triton.exchange import FusedExchange
@@ -121,4 +122,5 @@ STAGE = Stage(
         "ring": "round to the layer's dtype after every rank in the merge, as a ring of partial sums does (less exact)",
     },
     overflow="rounds",
+    tuner=TUNER,
 )

@@ -13,6 +13,7 @@ from importlib.resources import files
 
 import torch
 
+from epmoe.core import tune
 from epmoe.core.layer import LayerSpec
 from epmoe.fused_triton import kernels
 
@@ -118,11 +119,12 @@ class Tuning:
             return Choice(known[best], "exact")
         if best is not None and wanted.distance(best) <= FAR:
             return Choice(known[best], "nearest")
-        return Choice(self._by_rule(wanted), "rule")
+        return Choice(self.by_rule(wanted), "rule")
 
     # --8<-- [end:look_up]
 
-    def _by_rule(self, wanted: Situation) -> kernels.LayerConfig:
+    def by_rule(self, wanted: Situation) -> kernels.LayerConfig:
+        """What to take where nothing near was measured."""
         if wanted.device == "cpu":
             return _for_the_interpreter(wanted)
         return kernels.choose(
@@ -165,12 +167,13 @@ def limits_of(device: torch.device) -> kernels.DeviceLimits:
 
 @cache
 def entries(device: str) -> dict[Situation, kernels.LayerConfig]:
-    """Everything that was measured on `device`, from the JSON files that ship with the package."""
+    """Everything that was measured on `device`: what ships with the package, and before it what the user tuned."""
     found: dict[Situation, kernels.LayerConfig] = {}
     for file in files("epmoe.fused_triton").joinpath("configs").iterdir():
         if file.name.endswith(".json"):
             found |= read_entries(file.read_text(), device)
-    return found
+    own = tune.default_file()
+    return found | (read_entries(own.read_text(), device) if own.is_file() else {})
 
 
 def read_entries(text: str, device: str) -> dict[Situation, kernels.LayerConfig]:

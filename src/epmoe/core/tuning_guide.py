@@ -1,0 +1,71 @@
+"""Leads `epmoe tune`: one number of tokens after the other, with progress; every result is kept at once."""
+
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from epmoe.core import tune
+from epmoe.core.numerics import named_dtype
+from epmoe.core.plan_render import parse_tokens
+from epmoe.core.shape import named_shape
+
+
+def guide(
+    console: Console,
+    stage: str,
+    shape: str,
+    ep: int,
+    tokens: str,
+    loopback: bool,
+    device: str,
+    dtype: str,
+    candidates: int,
+    out: Path | None,
+    timeout: float,
+) -> tuple[dict[str, Any], Table]:
+    """Tune, and return the file's content and a table of this run's entries. Arguments as the command's options."""
+    tuner, path = tune.tuner_of(stage), out or tune.default_file()
+    data, sizes, counts = tune.load(path), named_shape(shape), parse_tokens(tokens)
+    table = Table("T", "", "gate_up", "us", "down", "us", "tried", "failed", box=box.SIMPLE_HEAD)
+    with (
+        tune.runner(ep, loopback, device, timeout) as (run, where),
+        Progress(console=console) as bar,
+    ):
+        step = bar.add_task(f"tuning {stage} on {where}", total=len(counts))
+        for count in counts:
+            bar.update(step, description=f"tuning T={count} on {where}")
+            request = tune.Request(
+                shape=sizes,
+                ranks=ep,
+                rank=0 if loopback else None,
+                tokens=count,
+                dtype=named_dtype(dtype, where),
+                candidates=candidates,
+            )
+            found = _find(data, run(tuner.situation, request)) if data["entries"] else None
+            entry = found or run(tuner.tune, request)
+            if found is None:
+                tune.add(data, entry.pop("device"), entry, path)
+            table.add_row(str(count), "kept" if found else "new", *_cells(entry))
+            bar.advance(step)
+    console.print(f"{len(data['entries'])} entries in {path}", style="dim", highlight=False)
+    return data, table
+
+
+def _find(data: dict[str, Any], key: dict[str, Any]) -> dict[str, Any] | None:
+    return next((one for one in data["entries"] if tune.matches(one, key)), None)
+
+
+def _cells(entry: dict[str, Any]) -> list[str]:
+    took = entry.get("microseconds", {})
+    cells = []
+    for which in ("gate_up", "down"):
+        one = entry[which]
+        flags = "".join(f" {flag}" for flag in ("swap_ab", "tma", "tma_rows") if one.get(flag))
+        tile = f"{one['block_m']}x{one['block_n']}x{one['block_k']} s{one['num_stages']} w{one['num_warps']}"
+        cells += [tile + flags, str(took.get(which, "-"))]
+    return [*cells, str(entry.get("tried", "-")), str(entry.get("failed", "-"))]

@@ -1,0 +1,220 @@
+"""Find tile sizes by measurement, on rows and routing as a rank receives them.
+
+Candidates are those that fit the GPU's shared memory, nearest to the rule's choice first. Each is timed on every rank;
+the slowest rank scores it, and one that fails anywhere is out. The two products are tuned apart and must agree
+on the rows of a tile, so the best pair with equal tiles wins.
+
+Legend: R received rows, J places of a row, N = R * J slots, H hidden, I intermediate, E_local experts here.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epmoe.core.draws import draw
+from epmoe.core.groups import EPGroup
+from epmoe.core.placement import contiguous
+from epmoe.core.split import Rows
+from epmoe.core.tune import Request, Tuner
+from epmoe.core.weights import ExpertWeights
+from epmoe.fused_triton import interpreter
+
+
+@dataclass
+class Bench:
+    """One rank's rows and weights, and the intermediate buffers."""
+
+    rows: Rows
+    weights: list[ExpertWeights]
+    ranks: int
+    h_NI: Tensor
+    f_NH: Tensor
+
+
+def key_of(group: EPGroup, request: Request) -> dict[str, dict]:
+    """What an entry is found by: the situation, and the versions it was made with."""
+    versions = {"torch": torch.__version__.partition("+")[0], "triton": version("triton")}
+    return {"for": situation(group, request), "versions": versions}
+
+
+def situation(group: EPGroup, request: Request) -> dict[str, Any]:
+    """As `tuning.Situation`, without the device."""
+    mine = contiguous(request.shape.experts, request.ranks).experts_of(_rank(group, request))
+    return {
+        "dtype": str(request.dtype).removeprefix("torch."),
+        "hidden": request.shape.hidden,
+        "intermediate": request.shape.intermediate,
+        "experts": len(mine),
+        "ranks": request.ranks,
+        "topk": request.shape.topk,
+        "tokens": request.tokens,
+    }
+
+
+def tune(group: EPGroup, request: Request) -> dict[str, Any]:
+    """One entry for one number of tokens; a rank program, collective.
+
+    Returns:
+        {"device", "for", "versions", "gate_up", "down", "microseconds", "tried", "failed"}.
+    """
+    interpreter.prepare(group.device.type)
+    from epmoe.fused_triton.tuning import device_name
+
+    bench = _prepare(group, request)
+    best: dict[str, dict[int, tuple[float, dict]]] = {"gate_up": {}, "down": {}}
+    tried = failed = 0
+    for which, scores in best.items():
+        for config in candidates(group, request, which):
+            seconds = _vote(group, _try(group, bench, which, config, request.repeats))
+            tried, failed = tried + 1, failed + math.isinf(seconds)
+            if seconds < scores.get(config.tile_rows, (math.inf, {}))[0]:
+                scores[config.tile_rows] = (seconds, config.to_dict())
+    rows = min(
+        set(best["gate_up"]) & set(best["down"]),
+        key=lambda r: best["gate_up"][r][0] + best["down"][r][0],
+    )
+    return {
+        "device": device_name(group.device),
+        **key_of(group, request),
+        "gate_up": best["gate_up"][rows][1],
+        "down": best["down"][rows][1],
+        "microseconds": {which: round(best[which][rows][0] * 1e6, 2) for which in best},
+        "tried": tried,
+        "failed": failed,
+    }
+
+
+def candidates(group: EPGroup, request: Request, which: str) -> Iterator:
+    """At most `request.candidates` configurations that fit, the rule's own first, then by distance from it."""
+    from epmoe.fused_triton import kernels
+    from epmoe.fused_triton.tuning import Situation, Tuning, device_name, limits_of
+
+    limits, itemsize = limits_of(group.device), request.dtype.itemsize
+    key = Situation(device=device_name(group.device), **situation(group, request))
+    rule = getattr(Tuning(key, limits, itemsize).by_rule(key), which)
+    products = 2 if which == "gate_up" else 1
+    blocks_m = [m for m in (16, 32, 64, 128) if rule.block_m / 2 <= m <= rule.block_m * 2]
+    found = [rule]
+    for block_m in blocks_m:
+        for config in kernels.config_space(limits, block_m, products, itemsize):
+            for swap in {False, rule.swap_ab}:
+                found.append(
+                    replace(
+                        config, swap_ab=swap, tma=rule.tma, group_m=rule.group_m, waves=rule.waves
+                    )
+                )
+    found.sort(key=lambda config: _steps(config, rule))
+    yield from list(dict.fromkeys(found))[: request.candidates]
+
+
+def _steps(config, rule) -> float:
+    """How many doublings, and switches, lie between two configurations."""
+    sizes = ("block_m", "block_n", "block_k", "num_stages", "num_warps")
+    doublings = sum(abs(math.log2(getattr(config, s) / getattr(rule, s))) for s in sizes)
+    return doublings + (config.swap_ab != rule.swap_ab)
+
+
+def _rank(group: EPGroup, request: Request) -> int:
+    return group.rank if request.rank is None else request.rank
+
+
+def _prepare(group: EPGroup, request: Request) -> Bench:
+    """Rows of all sources with the slots of this rank, as an exchange would deliver them."""
+    shape, device = request.shape, group.device
+    placement, rank = contiguous(shape.experts, request.ranks), _rank(group, request)
+    owner_E, slot_E = placement.owner_table(), placement.slot_table()
+    count = request.tokens * request.ranks
+    ids_RJ, weights_RJ = draw(
+        "uniform", count, shape.topk, placement, request.seed + request.tokens
+    )
+    slots_RJ = torch.where(owner_E[ids_RJ.long()] == rank, slot_E[ids_RJ.long()], -1)
+    generator = torch.Generator(device).manual_seed(request.seed)
+
+    def normal(*sizes: int) -> Tensor:
+        drawn = torch.empty(sizes, dtype=request.dtype, device=device)
+        return drawn.normal_(std=sizes[-1] ** -0.5, generator=generator)
+
+    local, slots = len(placement.experts_of(rank)), count * shape.topk
+    hidden, inner = shape.hidden, shape.intermediate
+    return Bench(
+        rows=Rows(
+            x_RH=normal(count, hidden),
+            slots_RJ=slots_RJ.to(device),
+            weights_RJ=weights_RJ.to(device),
+        ),
+        weights=[
+            ExpertWeights(normal(local, 2 * inner, hidden), normal(local, hidden, inner))
+            for _ in range(request.layers)
+        ],
+        ranks=request.ranks,
+        h_NI=normal(slots, inner),
+        f_NH=torch.empty(slots, hidden, device=device),
+    )
+
+
+def _try(group: EPGroup, bench: Bench, which: str, config, repeats: int) -> float:
+    """Seconds of one product with this configuration; infinite where it cannot be compiled or launched."""
+    from epmoe.fused_triton import kernels
+
+    slots, experts = bench.rows.slots_RJ.numel(), bench.weights[0].experts
+    try:
+        tiles = kernels.make_tiles(slots, experts, config.tile_rows, group.device)
+        kernels.group_slots(bench.rows.slots_RJ, experts, tiles)
+
+        def run() -> None:
+            for weights in bench.weights:
+                if which == "gate_up":
+                    kernels.gate_up(
+                        bench.rows, weights.w13_E2IH, tiles, bench.h_NI, config,
+                        ranks=bench.ranks, scratch=bench.f_NH,
+                    )  # fmt: skip
+                else:
+                    kernels.down(
+                        bench.rows,
+                        bench.h_NI,
+                        weights.w2_EHI,
+                        tiles,
+                        bench.f_NH,
+                        config,
+                        ranks=bench.ranks,
+                    )
+
+        return _seconds(group.device, run, repeats) / len(bench.weights)
+    except Exception:  # what a compiler or a driver raises has no common class: any of it is a veto
+        return math.inf
+
+
+def _seconds(device: torch.device, run: Callable[[], None], repeats: int) -> float:
+    run()
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    graph, start, end = (
+        torch.cuda.CUDAGraph(),
+        *(torch.cuda.Event(enable_timing=True) for _ in "ab"),
+    )
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    graph.replay()
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+def _vote(group: EPGroup, seconds: float) -> float:
+    """The slowest rank's time; infinite when the candidate failed on any."""
+    return max(group.all_gather_objects(seconds))
+
+
+TUNER = Tuner(situation=key_of, tune=tune)
