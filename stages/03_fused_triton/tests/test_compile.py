@@ -6,17 +6,20 @@ one JSON object; the tests start it once per architecture, with the interpreter 
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 ARCHITECTURES = {90: 232448, 100: 232448, 103: 232448, 120: 101376}
+MEASURED = 90
 H, I, K, E, E_LOCAL, EP = 4096, 2048, 8, 288, 72, 4
 
 
-def jobs(limit: int) -> dict:
+def jobs(arch: int) -> dict:
     """name -> (kernel, {argument: type or constexpr value}, num_warps, num_stages)."""
     import torch
 
@@ -40,12 +43,14 @@ def jobs(limit: int) -> dict:
     config = RouterConfig(scoring="sigmoid", groups=8, topk_groups=4, scale=2.5)
     rule = router.compile_time_rule(config, E, K, True)
     ids = {"E_LOCAL": E_LOCAL, "K": K, "WORDS": words, "BINS": 128}
-    limits = DeviceLimits(limit, tma=True)
+    limits = DeviceLimits(ARCHITECTURES[arch], tma=True)
 
     def gemm_job(which: str, rows: int, **changes):
         sizes = {"hidden": H, "intermediate": I, "local_experts": E_LOCAL, "itemsize": 2}
         config: GemmConfig = getattr(choose(limits, rows=rows, **sizes), which)
-        config = GemmConfig(**{**config.to_dict(), **changes})
+        return gemm_of(which, GemmConfig(**{**config.to_dict(), **changes}))
+
+    def gemm_of(which: str, config: GemmConfig):
         meta = gemm.compile_time(config, config.tma)
         warps, stages = meta.pop("num_warps"), meta.pop("num_stages")
         meta |= {"H": H, "I": I, "K": K, "TMA": config.tma}
@@ -76,7 +81,12 @@ def jobs(limit: int) -> dict:
         "DESTS": 1,
         "BLOCK_H": 4096,
     }
-    return {
+    shipped = {
+        f"{which}_{key}": gemm_of(which, GemmConfig(**json.loads(text)))
+        for which in ("gate_up", "down")
+        for key, text in enumerate(shipped_tiles(which) if arch == MEASURED else ())
+    }
+    return shipped | {
         "route": (router._route_kernel, rule, 1, 1),
         "route_pack": (dispatch._route_pack_kernel, pack, 4, 1),
         "prepare": (dispatch._prepare_kernel, {**place, "WEIGHT_WORDS": words, "BLOCK_H": 4096, "BLOCK_K": 8}, 4, 1),
@@ -96,6 +106,29 @@ def jobs(limit: int) -> dict:
         "reduce": (reduce._reduce_kernel, {**place, "BLOCK_H": 512}, 4, 1),
         "merge": (reduce._merge_kernel, {"EP": EP, "H": H, "RING": False, "BLOCK_H": 512}, 4, 1),
     }  # fmt: skip
+
+
+def shipped_tiles(which: str) -> list[str]:
+    """Every different tile of `configs/`, as JSON: what a lookup returns on the GPU that they were measured on."""
+    folder = Path(__file__).parents[1] / "epmoe/fused_triton/configs"
+    entries = [e for file in folder.glob("*.json") for e in json.loads(file.read_text())["entries"]]
+    return list(dict.fromkeys(json.dumps(entry[which], sort_keys=True) for entry in entries))
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread and bytes of its stack (where spills go), as the assembler put them into the binary."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
+    assert found, said.stdout
+    return {"registers": int(found[1]), "stack": int(found[2])}
 
 
 def argument_type(name: str) -> str:
@@ -147,12 +180,12 @@ def compile_one(kernel, given: dict, warps: int, stages: int, arch: int, pdl: bo
 
 
 def main(arch: int) -> None:
-    limit = ARCHITECTURES[arch]
     found = {}
-    for name, (kernel, given, warps, stages) in jobs(limit).items():
+    for name, (kernel, given, warps, stages) in jobs(arch).items():
         built = compile_one(kernel, given, warps, stages, arch, pdl=True)
         ptx = built["ptx"]
         found[name] = {
+            **resources(built["cubin"]),
             "shared": built["shared"],
             "bytes": len(built["cubin"]),
             "waits": ptx.count("griddepcontrol.wait"),
@@ -166,7 +199,12 @@ def main(arch: int) -> None:
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
-def test_every_kernel_compiles(arch, tmp_path):
+def test_every_kernel_compiles(arch, tmp_path, capsys):
+    """Also prints what each takes of a multiprocessor.
+
+    Nothing that decode runs spills anywhere; on the measured architecture nothing does, but for a tile that is cut down
+    to the least shared memory. Tiles for long prefills spill where nobody has tuned them yet, as the table shows.
+    """
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     run = subprocess.run(
@@ -178,8 +216,14 @@ def test_every_kernel_compiles(arch, tmp_path):
     )
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout.splitlines()[-1])
+    with capsys.disabled():
+        print(f"\nsm_{arch}: registers, stack, shared memory of {len(found)} kernels")
+        for name, kernel in found.items():
+            print(f"  {name:24}{kernel['registers']:4}{kernel['stack']:5}{kernel['shared']:8}")
     for name, kernel in found.items():
         assert kernel["bytes"] > 1000, name
+        excused = name.endswith("_rest") or (arch != MEASURED and "prefill" in name)
+        assert kernel["stack"] == 0 or excused, f"{name} spills"
         assert kernel["shared"] <= ARCHITECTURES[arch], (
             f"{name}: {kernel['shared']} bytes of shared memory"
         )
