@@ -56,7 +56,9 @@ class Workspace:
         """A call has queued all its work on the current stream."""
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(device)
-            self._last = (stream, stream.record_event())
+            done = torch.cuda.Event()
+            done.record(stream)
+            self._last = (stream, done)
 
     def clear(self) -> None:
         """Let the buffers go."""
