@@ -9,6 +9,7 @@ die with that graph. Graphs that were captured over one workspace must be replay
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class Workspace:
 
     # not in repr: what a buffer holds differs between ranks, which compare the repr of their options
     _buffers: dict[Key, Tensor] = field(default_factory=dict, repr=False)
-    _last: "tuple[torch.cuda.Stream, torch.cuda.Event] | None" = field(default=None, repr=False)
+    _last: tuple[torch.cuda.Stream, Any] | None = field(default=None, repr=False)
 
     def buffer(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -56,9 +57,7 @@ class Workspace:
         """A call has queued all its work on the current stream."""
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(device)
-            done = torch.cuda.Event()
-            done.record(stream)
-            self._last = (stream, done)
+            self._last = (stream, stream.record_event())
 
     def clear(self) -> None:
         """Let the buffers go."""
