@@ -5,11 +5,20 @@ import json
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from epmoe.core.cli import app
 from epmoe.core.errors import InputError
 from epmoe.core.gpus import custom_gpu
 from epmoe.core.plan import SCHEMES, plan
-from epmoe.core.plan_render import headline, parse_tokens, plan_command, render, render_sweep
+from epmoe.core.plan_render import (
+    headline,
+    parse_gpu,
+    parse_tokens,
+    plan_command,
+    render,
+    render_sweep,
+)
 from epmoe.core.shape import named_shape
 
 TOY = named_shape("toy")
@@ -68,3 +77,40 @@ def test_the_command_prints_tables_and_json(capsys, tmp_path):
 def test_bad_input_is_named(call, words):
     with pytest.raises(InputError, match=words):
         call()
+
+
+def command(*arguments: str):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_the_command_counts_an_exact_draw():
+    """Every rank draws its own tokens; the counts add up to T * K over all ranks, and say that they are exact."""
+    said = command("--shape", "tiny", "--ep", "2", "--tokens", "8", "--draw", "zipf", "--json", "-")
+    (one,) = json.loads(said.output)
+    assert one["exact"] is True
+    assert sum(rank["assignments"] for rank in one["ranks"]) == 2 * 8 * 4
+    other = command(
+        "--shape",
+        "tiny",
+        "--ep",
+        "2",
+        "--tokens",
+        "8",
+        "--draw",
+        "zipf",
+        "--seed",
+        "1",
+        "--json",
+        "-",
+    )
+    assert json.loads(other.output) != [one]
+
+
+def test_the_command_takes_a_gpu_by_its_figures():
+    """TB/s, TFLOP/s and GB/s, in this order."""
+    said = command("--tokens", "1", "--gpu", "custom:4.8,990,450", "--json", "-")
+    (one,) = json.loads(said.output)
+    floor = one["ranks"][0]["floor"]
+    assert (floor["bandwidth"], floor["peak"], one["link_bandwidth"]) == (4.8e12, 990e12, 450e9)
+    with pytest.raises(InputError, match=r"custom:4\.8,990,450"):
+        parse_gpu("custom:fast")

@@ -10,11 +10,14 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
+from epmoe.core.draws import draw as drawing
 from epmoe.core.errors import InputError
-from epmoe.core.placement import contiguous, round_robin
+from epmoe.core.gpus import Gpu, custom_gpu, named_gpu
+from epmoe.core.placement import Placement, contiguous, round_robin
 from epmoe.core.plan import Plan, RankPlan, Wire, plan
-from epmoe.core.shape import named_shape
+from epmoe.core.shape import MoEShape, named_shape
 
 PLACEMENTS = {"contiguous": contiguous, "round_robin": round_robin}
 
@@ -66,34 +69,36 @@ def plan_command(
     tokens: Annotated[
         str, typer.Option(help="Tokens per rank; several, with commas, make a table.")
     ] = "1,2,4,8,16,32,64,128",
-    gpu: Annotated[str, typer.Option(help="h100, h200 or b200.")] = "h200",
+    gpu: Annotated[
+        str,
+        typer.Option(help="h100, h200, b200, or custom:TB/s,TFLOP/s,GB/s (memory, bf16, link)."),
+    ] = "h200",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float8.")] = "bfloat16",
     placement: Annotated[str, typer.Option(help="contiguous or round_robin.")] = "contiguous",
     capacity: Annotated[
         int | None,
         typer.Option(help="Capacity in tokens per rank; as many as there are if left out."),
     ] = None,
+    draw: Annotated[
+        str | None,
+        typer.Option(help="Count one exact draw of this kind (see check) instead of expecting."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     json_to: Annotated[
         str | None,
         typer.Option("--json", metavar="[FILE]", help="Write JSON to FILE, or print it (-)."),
     ] = None,
 ) -> None:
-    """How fast can this layer be at all, and what has to travel? Uniform routing, in expectation."""
+    """How fast can this layer be at all, and what has to travel? In expectation, or for one exact draw."""
     sizes = named_shape(shape)
     if placement not in PLACEMENTS:
         raise InputError(
             f"no placement is called {placement!r}: choose one of {', '.join(PLACEMENTS)}"
         )
+    placed = PLACEMENTS[placement](sizes.experts, ep)
+    options = {"placement": placed, "dtype": dtype, "capacity": capacity}
     plans = [
-        plan(
-            sizes,
-            ep,
-            count,
-            gpu,
-            placement=PLACEMENTS[placement](sizes.experts, ep),
-            dtype=dtype,
-            capacity=capacity,
-        )
+        plan(sizes, ep, count, parse_gpu(gpu), _draws(draw, count, sizes, placed, seed), **options)
         for count in parse_tokens(tokens)
     ]
     text = "[" + ",\n".join(one.to_json() for one in plans) + "]\n"
@@ -103,6 +108,30 @@ def plan_command(
     if json_to is not None:
         Path(json_to).write_text(text)
     Console().print(render(plans[0]) if len(plans) == 1 else render_sweep(plans))
+
+
+def _draws(
+    kind: str | None, tokens: int, sizes: MoEShape, placement: Placement, seed: int
+) -> list[Tensor] | None:
+    """topk_ids of every rank, or None for the expectation."""
+    if kind is None:
+        return None
+    seeds = range(seed * placement.ranks, (seed + 1) * placement.ranks)
+    return [drawing(kind, tokens, sizes.topk, placement, one)[0] for one in seeds]
+
+
+def parse_gpu(text: str) -> Gpu:
+    """A named GPU, or custom:TB/s,TFLOP/s,GB/s of memory, dense bfloat16 and one direction of the link."""
+    name, _, figures = text.partition(":")
+    if name != "custom":
+        return named_gpu(text)
+    try:
+        memory, flops, link = (float(one) for one in figures.split(","))
+    except ValueError:
+        raise InputError(
+            f"gpu={text!r}: write custom:TB/s,TFLOP/s,GB/s, such as custom:4.8,990,450"
+        ) from None
+    return custom_gpu(memory * 1e12, flops * 1e12, link * 1e9)
 
 
 def parse_tokens(text: str) -> list[int]:
