@@ -126,7 +126,7 @@ def measured(stage: str, folder: Path | None = None) -> str:
     for result in layer_results(folder):
         setting = result["setting"]
         ranks = f"EP={setting['ep']}{' loopback' if setting['loopback'] else ''}"
-        for point in result["points"]:
+        for point in sorted(result["points"], key=lambda point: point["tokens"]):
             times = point["subjects"].get(stage)
             if times is None or times["median_us"] is None:
                 continue
