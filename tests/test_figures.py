@@ -135,7 +135,7 @@ def test_measured_reads_committed_results(tmp_path):
     run.save(tmp_path / "a.json")
     (tmp_path / "b.json").write_text('{"kind": "ledger"}')
     lines = figures_page.measured("00_slow", tmp_path).splitlines()
-    assert lines[1].split("  ")[0] == "H200, EP=4 loopback, T=8, graph"
+    assert lines[1].split("  ")[0] == "H200, EP=4 loopback, graph, T=8"
     assert lines[1].split()[-2:] == ["12.5", "1.50"]
     for other in ("01_failed", "02_other"):
         assert figures_page.measured(other, tmp_path) == "not measured yet"

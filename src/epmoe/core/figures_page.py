@@ -122,18 +122,19 @@ def layer_results(folder: Path | None = None) -> list[dict[str, Any]]:
 
 def measured(stage: str, folder: Path | None = None) -> str:
     """The times of `stage` (its registered name) in all committed runs as a table, or the words "not measured yet"."""
-    rows: dict[str, dict[str, object]] = {}
+    found: dict[tuple[str, int], dict[str, object]] = {}
     for result in layer_results(folder):
         setting = result["setting"]
         ranks = f"EP={setting['ep']}{' loopback' if setting['loopback'] else ''}"
-        for point in sorted(result["points"], key=lambda point: point["tokens"]):
+        for point in result["points"]:
             times = point["subjects"].get(stage)
             if times is None or times["median_us"] is None:
                 continue
-            where = f"{result['machine']['device']}, {ranks}, T={point['tokens']}, {times['mode']}"
+            where = f"{result['machine']['device']}, {ranks}, {times['mode']}"
             floors = times["over_floor"]
-            rows[where] = {
+            found[where, point["tokens"]] = {
                 "microseconds": times["median_us"],
                 "time / floor": f"{floors[0]:.2f}" if floors else "-",
             }
+    rows = {f"{where}, T={tokens}": found[where, tokens] for where, tokens in sorted(found)}
     return table(rows, "whole layer") if rows else NOT_MEASURED
