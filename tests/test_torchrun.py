@@ -78,3 +78,20 @@ def test_a_hang_ends_by_its_limit_with_the_stack(tmp_path):
     )
     assert done.returncode != 0
     assert "in loses_itself" in done.stderr
+
+
+def test_a_command_runs_on_the_world_and_rank_0_speaks(tmp_path):
+    """Two ranks, though four were asked for: one table, and both exit as the check says."""
+    done = _torchrun(
+        tmp_path,
+        """
+        import sys
+        from epmoe.core.cli import main
+
+        sys.argv = ["epmoe", "check", "01", "--ranks", "4", "--tokens", "3", "--draw", "uniform", "--seeds", "1"]
+        main()
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("uniform") == 1
+    assert "2 ranks of torchrun's world on cpu over gloo" in done.stderr

@@ -11,7 +11,7 @@ from rich.table import Table
 from epmoe.core.cases import Case
 from epmoe.core.draws import KINDS
 from epmoe.core.errors import InputError
-from epmoe.core.launch import RankPool
+from epmoe.core.launch import open_ranks
 from epmoe.core.numerics import named_dtype
 from epmoe.core.plan_render import parse_tokens
 from epmoe.core.shape import named_shape
@@ -69,7 +69,7 @@ def run(
 ) -> list[Outcome]:
     """Run the cases one after the other on one set of ranks."""
     outcomes = []
-    with RankPool(ranks, device) as pool, Progress(console=console, transient=True) as progress:
+    with open_ranks(ranks, device) as pool, Progress(console=console, transient=True) as progress:
         console.print(pool.describe(), style="dim", highlight=False)
         for case in progress.track(cases, description=f"checking {cases[0].stage}"):
             case = replace(case, dtype=named_dtype(dtype, pool.choice.device_type))

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from epmoe.core import registry
 from epmoe.core.errors import EpmoeError
+from epmoe.core.torchrun import speaks, world_size
 
 app = typer.Typer(
     help="A ladder of expert-parallel Mixture-of-Experts layers: run it, check it, measure it.",
@@ -19,8 +20,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-_console = Console()
-_notes = Console(stderr=True)  # progress and remarks: standard output stays clean for --json
+# under torchrun every rank runs the command and rank 0 speaks
+_console = Console(quiet=not speaks())
+_notes = Console(
+    stderr=True, quiet=not speaks()
+)  # progress: standard output stays clean for --json
 
 Json = Annotated[
     str | None, typer.Option("--json", metavar="[FILE]", help="Write JSON to FILE, or print it.")
@@ -54,7 +58,9 @@ def _complete_json(arguments: list[str]) -> list[str]:
 
 
 def _deliver(data: Any, target: str | None, table) -> None:
-    """The table for people; JSON where it was asked for."""
+    """The table for people; JSON where it was asked for. Under torchrun by rank 0."""
+    if not speaks():
+        return
     if target is None:
         _console.print(table)
     elif target == "-":
@@ -90,7 +96,15 @@ def tour(
     stages = tours.runnable_stages(stage or [])
     words = text.read_text() if text else tours.TEXT
     report = guide(
-        _notes, stages, ranks, device, tours.find_model(model), words, tokens, dtype, timeout
+        _notes,
+        stages,
+        world_size(ranks),
+        device,
+        tours.find_model(model),
+        words,
+        tokens,
+        dtype,
+        timeout,
     )
     _deliver(asdict(report) | {"right": report.right}, json_to, render(report))
     raise typer.Exit(0 if report.right else 1)
@@ -117,7 +131,7 @@ def check(
     """Hold a stage against the oracle on every rank, with random draws. Exit code 1 when it is wrong."""
     from epmoe.core import checking
 
-    cases = checking.cases(registry.resolve(stage), shape, tokens, draw, ranks, seeds)
+    cases = checking.cases(registry.resolve(stage), shape, tokens, draw, world_size(ranks), seeds)
     outcomes = checking.run(_notes, cases, ranks, device, dtype, timeout)
     right = all(outcome.right for outcome in outcomes)
     data = {"stage": stage, "right": right, "cases": [o.as_dict() for o in outcomes]}

@@ -36,7 +36,7 @@ from epmoe.core.errors import InputError
 from epmoe.core.machine import cores
 from epmoe.core.rank_process import RankProcess
 from epmoe.core.run_end import RunEnd, collect
-from epmoe.core.torchrun import run_under_torchrun, under_torchrun
+from epmoe.core.torchrun import WorldRanks, run_under_torchrun, under_torchrun
 from epmoe.core.transport import choose_here
 
 _log = logging.getLogger(__name__)
@@ -73,6 +73,11 @@ def launch(
         return run_under_torchrun(fn, args, kwargs, ranks, device, timeout)
     with RankPool(ranks, device, start_timeout=timeout, transport=transport) as pool:
         return pool.run(fn, *args, timeout=timeout, **kwargs)
+
+
+def open_ranks(ranks: int, device: str = "auto") -> "RankPool | WorldRanks":
+    """Ranks to run programs on: torchrun's world where there is one (whatever its size), else a pool of `ranks`."""
+    return WorldRanks(ranks, device) if under_torchrun() else RankPool(ranks, device)
 
 
 class RankPool:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from epmoe.core import groups
 from epmoe.core.errors import RankFailedError, RunTimeoutError
 from epmoe.core.rank_worker import dump_value
+from epmoe.core.transport import Choice
 
 _GRACE = 2.0  # seconds a failed rank waits, so that all ranks can fail with their own words
 _runs = itertools.count()
@@ -27,6 +28,45 @@ _worlds: list[groups.EPGroup] = []
 def under_torchrun() -> bool:
     """Whether torchrun, or something that sets its variables, started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
+def world_size(asked: int) -> int:
+    """How many ranks there are: torchrun's world, or as many as were asked for."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else asked
+
+
+def speaks() -> bool:
+    """Whether this process is the one that prints: rank 0 of torchrun's world, or the only one."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+class WorldRanks:
+    """The ranks that torchrun started, used as a `RankPool` is; every rank gets all results."""
+
+    def __init__(self, ranks: int, device: str = "auto"):
+        self._asked, self._device = ranks, device
+        self.group = _world(device)
+        self.ranks = self.group.size
+        kind, transport = self.group.device.type, self.group.transport
+        self.choice = Choice(
+            self.ranks, transport, kind, self.ranks if kind == "cuda" else 0, False, self.describe()
+        )
+
+    def describe(self) -> str:
+        """One sentence: what runs."""
+        return f"{self.group.size} ranks of torchrun's world on {self.group.device.type} over {self.group.transport}"
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
+        """fn(group, *args, **kwargs) on this rank; the results of all, by rank. Collective."""
+        return run_under_torchrun(fn, args, kwargs, self._asked, self._device, timeout)
+
+    def __enter__(self) -> "WorldRanks":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """The world lives as long as its programs."""
 
 
 def run_under_torchrun(

@@ -9,7 +9,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from epmoe.core.checkpoints import CheckpointInfo, hidden_states, inspect
 from epmoe.core.errors import UnsupportedError
-from epmoe.core.launch import RankPool
+from epmoe.core.launch import open_ranks
 from epmoe.core.numerics import named_dtype
 from epmoe.core.placement import contiguous
 from epmoe.core.tour import StageRow, TourReport, measure
@@ -31,7 +31,7 @@ def guide(
     Args:
         console: for progress.
         stages: registered names.
-        ranks, device, timeout: see `RankPool`; seconds for each stage.
+        ranks, device, timeout: see `open_ranks`; seconds for each stage.
         model: the checkpoint; its middle MoE layer is toured.
         text, tokens: what the model reads, and how many tokens of it at most.
         dtype: a torch dtype's name, or "auto".
@@ -41,7 +41,7 @@ def guide(
     steps = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
     )
-    with RankPool(ranks, device) as pool, steps:  # the ranks start while the model reads
+    with open_ranks(ranks, device) as pool, steps:  # the ranks start while the model reads
         step = steps.add_task(f"{model.name} reads the text")
         x_TH = hidden_states(model, layer, text, tokens)
         steps.update(step, description=f"starting {ranks} ranks")

@@ -18,7 +18,7 @@ import torch
 from epmoe.core import groups, registry
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.groups import EPGroup
-from epmoe.core.launch import RankPool
+from epmoe.core.launch import open_ranks
 from epmoe.core.shape import MoEShape
 
 VARIABLE = "EPMOE_TUNING"  # names the user's own file, read besides those that ship with a stage
@@ -86,7 +86,7 @@ def runner(ep: int, loopback: bool, device: str, timeout: float) -> Iterator[Any
         group = groups.single("cpu" if where == "auto" else where)
         yield (lambda tuner, request: tuner(group, request)), group.device.type
         return
-    with RankPool(ep, device) as pool:
+    with open_ranks(ep, device) as pool:
         yield (
             (lambda tuner, request: pool.run(tuner, request, timeout=timeout)[0]),
             pool.choice.device_type,
