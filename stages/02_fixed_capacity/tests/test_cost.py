@@ -18,14 +18,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_depend_on_capacity_alone(stage, check, ranks, dtype):
-    """(EP - 1) * C packed rows leave, (EP - 1) * C float32 rows come back; by hand: 18 values, 28 bytes, padded."""
+def test_bytes_depend_on_the_fullest_rank_alone(stage, check, ranks, dtype):
+    """(EP - 1) * C packed rows leave, (EP - 1) * C float32 rows come back; by hand: 18 values, 28 bytes, padded.
+
+    C is the most tokens of any rank, at least one, at most what the layer was built for.
+    """
     tokens = ((3, 0, 5, 1)[:ranks], (0, 0, 0, 0)[:ranks], (6, 2, 0, 6)[:ranks])
-    C, row_bytes = 6, {4: 112, 2: 64}[dtype.itemsize]  # 72 + 28 = 100; 36 + 28 = 64
+    row_bytes = {4: 112, 2: 64}[dtype.itemsize]  # 72 + 28 = 100; 36 + 28 = 64
     assert RowLayout(SHAPE.hidden, SHAPE.topk, dtype).row_bytes == row_bytes
-    case = Case(stage=stage, shape=SHAPE, tokens=tokens, dtype=dtype, capacity=C, overflow="raise")
+    case = Case(stage=stage, shape=SHAPE, tokens=tokens, dtype=dtype, capacity=6, overflow="raise")
     for one in check(case):
-        for call in one.calls:
+        for call, brought in zip(one.calls, tokens, strict=True):
+            C = max(1, *brought)
             assert call.ledger["wire_bytes"] == (ranks - 1) * C * (row_bytes + SHAPE.hidden * 4)
             assert call.ledger["buffer_bytes"] == ranks * C * (row_bytes + SHAPE.hidden * 4)
 
@@ -69,11 +73,8 @@ def test_rows_computed_are_the_bounded_blocks(stage, check):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_plan_says_what_the_ledger_counts(stage, check, dtype):
-    tokens, C = (5, 2, 0, 7), 9
-    case = Case(
-        stage=stage, shape=SHAPE, tokens=(tokens,), dtype=getattr(torch, dtype), capacity=C,
-        overflow="raise",
-    )  # fmt: skip
+    tokens, C = (5, 2, 0, 7), 7  # the fullest rank's
+    case = Case(stage=stage, shape=SHAPE, tokens=(tokens,), dtype=getattr(torch, dtype), capacity=9)
     ids = [case.routing(0, rank)[0] for rank in range(case.ranks)]
     wire = wire_bytes(
         "fixed_capacity", SHAPE, drawn_load(SHAPE, ids, case.placed()), dtype=dtype, capacity=C
@@ -83,7 +84,7 @@ def test_the_plan_says_what_the_ledger_counts(stage, check, dtype):
 
 
 def test_declaring_fewer_tokens_shrinks_what_is_sent(stage, check):
-    """C = 32, two tokens at the most: a sixteenth of the bytes where the caller says so, or the ranks ask."""
+    """C = 32, two tokens at the most: the same bytes whether the caller says so or the ranks ask each other."""
 
     def sent(overflow: str, declared: bool) -> int:
         case = Case(
@@ -92,5 +93,6 @@ def test_declaring_fewer_tokens_shrinks_what_is_sent(stage, check):
         )  # fmt: skip
         return check(case)[0].calls[0].ledger["wire_bytes"]
 
-    assert sent("raise", declared=False) == 16 * sent("raise", declared=True)
-    assert sent("rounds", declared=False) == sent("rounds", declared=True)
+    asked = {sent(overflow, declared=False) for overflow in ("raise", "rounds")}
+    told = {sent(overflow, declared=True) for overflow in ("raise", "rounds")}
+    assert asked == told == {2 * (112 + SHAPE.hidden * 4)}
