@@ -110,6 +110,16 @@ print(
 print("on two ranks that divide:  ", most_tokens(16, Share(0, 2), step))
 
 # %% [markdown]
+# Two data-parallel groups of two tensor-parallel ranks each, in an exchange of fixed shape: what every rank sends to
+# every other if all hold all tokens of their group, and if they divide them.
+
+# %% tags=["hide-input"]
+from epmoe.core.figures import ledger_bars, matrix_picture
+
+whole, divided = most_tokens(16, Share(), step), most_tokens(16, Share(0, 2), step)
+matrix_picture({"undivided": [[whole] * 4] * 4, "divided": [[divided] * 4] * 4})
+
+# %% [markdown]
 # ## The code, in call order
 #
 # ### The weights, before anybody moves them
@@ -201,6 +211,17 @@ rows = {
     for one in run["results"]
 }
 print(table(rows, "experts run on"))
+
+# %% tags=["hide-input"]
+ledger_bars(
+    {
+        one["stage"]: {
+            "1e-6 off in log-probability": one["max_logprob_distance"] * 1e6,
+            "calls of a layer": max(one["calls_per_rank"]),
+        }
+        for one in run["results"]
+    }
+)
 
 # %% [markdown]
 # Four columns, because each of them alone can lie. Equal ids could come from a plugin that never ran: so calls are
