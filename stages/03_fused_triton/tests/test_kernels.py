@@ -178,6 +178,17 @@ def test_packed_rows_are_bitwise_the_tokens_also_from_strided_rows():
         assert layout.valid(send[d]).tolist() == [1] * 5 + [0] * 2
 
 
+@pytest.mark.parametrize("shape", [(0, 6), (3, 1)], ids=["no-token", "one-value"])
+def test_strides_that_mean_nothing_are_taken(shape):
+    """A transposed tensor without rows, or with rows of one value, is dense whatever its strides say."""
+    x = torch.ones(shape[1], shape[0], device=DEVICE).T
+    ids, weights = random_ids(shape[0], 2, 4)
+    send = pack(x, ids, weights, 4, 2, 3)
+    layout = RowLayout(shape[1], 2, torch.float32)
+    assert layout.valid(send[0]).tolist() == [1] * shape[0] + [0] * (3 - shape[0])
+    assert layout.x(send[0])[: shape[0]].eq(1).all()
+
+
 def test_routing_while_packing_equals_routing_then_packing():
     generator = torch.Generator().manual_seed(3)
     x, logits = torch.randn(4, 32, generator=generator), torch.randn(4, 12, generator=generator)

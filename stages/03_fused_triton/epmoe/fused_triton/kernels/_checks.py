@@ -23,6 +23,12 @@ def need_contiguous(**tensors: Tensor) -> None:
         )
 
 
+def need_dense_rows(name: str, tensor: Tensor) -> None:
+    """The values of a row must be neighbours; where there is at most one value, or no row, strides mean nothing."""
+    dense = tensor.stride(-1) == 1 or tensor.shape[-1] == 1 or tensor.numel() == 0
+    need(dense, f"{name} has strided rows: pass {name}.contiguous()")
+
+
 def need_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """`tensor` must have exactly this shape."""
     need(tuple(tensor.shape) == shape, f"{name} has shape {tuple(tensor.shape)}: expected {shape}")

@@ -20,6 +20,7 @@ from epmoe.fused_triton.kernels._checks import (
     FLOATS,
     need,
     need_contiguous,
+    need_dense_rows,
     need_dtype,
     need_shape,
     power_of_two,
@@ -149,7 +150,7 @@ def _check_tables(owner_E: Tensor, slot_E: Tensor) -> None:
 def _check_tokens(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, send: Tensor) -> None:
     need(x_TH.dim() == 2, f"x has shape {tuple(x_TH.shape)}: expected [T, H]")
     need_dtype("x", x_TH, *FLOATS)
-    need(x_TH.stride(1) == 1, "x has strided rows: pass x.contiguous()")
+    need_dense_rows("x", x_TH)
     need(send.dim() == 3, f"send has shape {tuple(send.shape)}: expected [EP, C, row_bytes]")
     tokens, topk = x_TH.shape[0], ids_TK.shape[-1]
     need(

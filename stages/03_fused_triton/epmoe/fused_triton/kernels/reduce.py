@@ -16,6 +16,7 @@ from epmoe.fused_triton.kernels._checks import (
     FLOATS,
     need,
     need_contiguous,
+    need_dense_rows,
     need_dtype,
     need_shape,
     power_of_two,
@@ -119,7 +120,7 @@ def merge_ranks(back: Tensor, y_TH: Tensor, *, ring: bool = False, pdl: bool = F
         y_TH.dim() == 2 and y_TH.shape[0] <= capacity and y_TH.shape[1] == hidden,
         f"y has shape {tuple(y_TH.shape)}: expected [T <= {capacity}, {hidden}]",
     )
-    need(y_TH.stride(1) == 1, "y has strided rows: pass a tensor with dense rows")
+    need_dense_rows("y", y_TH)
     block_h, blocks = _columns(hidden, y_TH.shape[0])
     launch(
         _merge_kernel, (y_TH.shape[0], blocks), back, y_TH, capacity, y_TH.stride(0),

@@ -17,7 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from epmoe.core.routing import RouterConfig
-from epmoe.fused_triton.kernels._checks import FLOATS, need, need_dtype, need_shape, power_of_two
+from epmoe.fused_triton.kernels._checks import (
+    FLOATS,
+    need,
+    need_dense_rows,
+    need_dtype,
+    need_shape,
+    power_of_two,
+)
 from epmoe.fused_triton.kernels._launch import launch, pdl_start_next, pdl_wait
 
 MAX_TOPK = 32
@@ -178,7 +185,7 @@ def check_logits(logits_TE: Tensor, bias_E: Tensor | None) -> None:
     """Raise InputError unless logits are [T, E] floats with dense rows and the bias, if any, is [E] float32."""
     need(logits_TE.dim() == 2, f"logits have shape {tuple(logits_TE.shape)}: expected [T, E]")
     need_dtype("logits", logits_TE, *FLOATS)
-    need(logits_TE.stride(1) == 1, "logits have strided rows: pass logits.contiguous()")
+    need_dense_rows("logits", logits_TE)
     if bias_E is not None:
         need_shape("bias", bias_E, (logits_TE.shape[1],))
         need_dtype("bias", bias_E, torch.float32)
