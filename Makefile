@@ -37,8 +37,9 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt tools/setup_env.py
 tour: setup
 	$(BIN)/epmoe tour
 
+# whole files go to two workers, each with ranks of its own: most tests wait more than they compute
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python -m pytest -rs --device cuda --pyargs epmoe.core.conformance $(ARGS)

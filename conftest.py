@@ -9,3 +9,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 pytest_plugins = ["epmoe.core.conformance.plugin"]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Tables that tests have recorded, wherever they ran."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, text in report.user_properties:
+            if name == "table":
+                terminalreporter.write_line(f"\n{text}")

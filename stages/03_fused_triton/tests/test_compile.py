@@ -199,8 +199,8 @@ def main(arch: int) -> None:
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
-def test_every_kernel_compiles(arch, tmp_path, capsys):
-    """Also prints what each takes of a multiprocessor.
+def test_every_kernel_compiles(arch, tmp_path, record_property):
+    """Also reports what each takes of a multiprocessor: the table stands at the end of the run.
 
     Nothing that decode runs spills anywhere; on the measured architecture nothing does, but for a tile that is cut down
     to the least shared memory. Tiles for long prefills spill where nobody has tuned them yet, as the table shows.
@@ -216,10 +216,12 @@ def test_every_kernel_compiles(arch, tmp_path, capsys):
     )
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    with capsys.disabled():
-        print(f"\nsm_{arch}: registers, stack, shared memory of {len(found)} kernels")
-        for name, kernel in found.items():
-            print(f"  {name:24}{kernel['registers']:4}{kernel['stack']:5}{kernel['shared']:8}")
+    lines = [f"sm_{arch}: registers, stack, shared memory of {len(found)} kernels"]
+    lines += [
+        f"  {name:24}{kernel['registers']:4}{kernel['stack']:5}{kernel['shared']:8}"
+        for name, kernel in found.items()
+    ]
+    record_property("table", "\n".join(lines))
     for name, kernel in found.items():
         assert kernel["bytes"] > 1000, name
         excused = name.endswith("_rest") or (arch != MEASURED and "prefill" in name)
