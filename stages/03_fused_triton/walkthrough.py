@@ -33,7 +33,7 @@
 # ledger on real ranks:
 
 # %% tags=["hide-input"]
-from epmoe.core.figures_page import counted, measured, prove, table
+from epmoe.core.figures_page import counted, layer_results, measured, prove, table
 from epmoe.core.launch import RankPool
 from epmoe.core.plan import plan
 from epmoe.core.shape import SHAPES
@@ -563,8 +563,25 @@ for name, row in ladder.items():
 # comes with the next row. And "overlap" saves time between launches, not launches. Six is the count of decode: above
 # 8,192 slots metadata takes two launches, and where a tuned tile wants rows side by side, copying them is one more.
 #
-# What each row is worth in time needs a GPU: build with `without=` and measure, whole layers in one graph, side by
-# side. Not measured yet.
+# What each is worth in time, a GPU has to say: the layer of glm-5.3-flash with one fusion switched off, against all
+# on, whole layers in one graph, side by side (`epmoe bench --subjects 03,03:-pack,...`). Microseconds that it costs
+# to do without:
+
+# %% tags=["hide-input"]
+more: dict[str, dict[str, str]] = {}
+for result in layer_results():
+    for point in sorted(result["points"], key=lambda point: point["tokens"]):
+        for name, one in point["subjects"].items():
+            if name.startswith("03_fused_triton:-") and one["median_us"]:
+                most = one["median_us"] - point["subjects"]["03_fused_triton"]["median_us"]
+                more.setdefault(name.split(":-")[1], {})[f"T={point['tokens']}"] = f"{most:+.1f}"
+print(table(more, "without") if more else "not measured yet")
+
+# %% [markdown]
+# Pack (without it the router falls back to torch as well) and metadata cost the same dozens of microseconds at every
+# size: small operators, one after the other. Reduce grows with the rows that it has to add. Reading rows in place and
+# starting kernels early stay under the 2% below which no claim is made here: a copy of a few rows is cheap, and a graph
+# leaves little room between its kernels. They stay, since they cost nothing; they are not what makes this layer fast.
 #
 # Against the stages before, on the batch of this page's beginning:
 
