@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: @triton.jit looks at it
 
 from epmoe.core import tune
+from epmoe.core.conformance.program import caught
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.shape import SHAPES, MoEShape
@@ -106,11 +107,11 @@ def measured(group: EPGroup, request: tune.Request, veto: int | None) -> tuple[d
     """Tune with made-up times: a tile's columns are its microseconds; rank `veto` fails on the narrowest tiles."""
     seen: dict[str, set[int]] = {"gate_up": set(), "down": set()}
 
-    def seconds(group, bench, which, config, repeats) -> float:
+    def seconds(group, bench, which, config, repeats) -> tuple[float, str]:
         seen[which].add(config.block_n)
         if veto == group.rank and config.block_n == 16:
-            return math.inf
-        return config.block_n * 1e-6
+            return math.inf, "RuntimeError: no room"
+        return config.block_n * 1e-6, ""
 
     truth, tuner._try = tuner._try, seconds
     try:
@@ -125,6 +126,7 @@ def test_the_fastest_that_runs_on_every_rank_wins(pool, veto):
     many = replace(REQUEST, candidates=40)
     (first, seen), (second, _) = pool.run(measured, many, veto, ranks=2)
     assert first == second
+    assert first["failures"] == ({} if veto is None else {"RuntimeError: no room": first["failed"]})
     assert first["failed"] == (0 if veto is None else 2)
     for which in ("gate_up", "down"):
         columns = sorted(seen[which])
@@ -141,6 +143,21 @@ def test_real_times_make_an_entry_that_a_layer_finds(pool):
     (found,) = tuning.read_entries(text, device)
     assert (found.tokens, found.experts, found.ranks) == (2, 2, 2)
     assert entry["gate_up"]["block_m"] == entry["down"]["block_m"]
+
+
+def all_fail(group: EPGroup, request: tune.Request) -> str:
+    truth, tuner._try = tuner._try, lambda *_: (math.inf, "RuntimeError: no room")
+    try:
+        return caught(lambda: tuner.tune(group, request))
+    finally:
+        tuner._try = truth
+
+
+def test_when_nothing_runs_every_rank_says_why(pool):
+    said = pool.run(all_fail, REQUEST, ranks=2)
+    assert len(set(said)) == 1
+    assert said[0].startswith("UnsupportedError: no pair of products runs on every rank")
+    assert "no room" in said[0]
 
 
 def test_candidates_fit_and_begin_with_the_rule():

@@ -9,6 +9,7 @@ Legend: R received rows, J places of a row, N = R * J slots, H hidden, I interme
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from epmoe.core.draws import draw
+from epmoe.core.errors import UnsupportedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.placement import contiguous
 from epmoe.core.split import Rows
@@ -61,22 +63,31 @@ def tune(group: EPGroup, request: Request) -> dict[str, Any]:
     """One entry for one number of tokens; a rank program, collective.
 
     Returns:
-        {"device", "for", "versions", "gate_up", "down", "microseconds", "tried", "failed"}.
+        {"device", "for", "versions", "gate_up", "down", "microseconds", "tried", "failed", "failures"};
+        failures: what candidates failed with, and how many of them.
+
+    Raises:
+        UnsupportedError: no candidate of one product runs on every rank; on all ranks, with the reasons.
     """
     interpreter.prepare(group.device.type)
     from epmoe.fused_triton.tuning import device_name
 
     bench = _prepare(group, request)
     best: dict[str, dict[int, tuple[float, dict]]] = {"gate_up": {}, "down": {}}
-    tried = failed = 0
+    tried, reasons = 0, Counter[str]()
     for which, scores in best.items():
         for config in candidates(group, request, which):
-            seconds = _vote(group, _try(group, bench, which, config, request.repeats))
-            tried, failed = tried + 1, failed + math.isinf(seconds)
+            seconds, reason = _vote(group, *_try(group, bench, which, config, request.repeats))
+            tried += 1
+            if reason:
+                reasons[reason] += 1
             if seconds < scores.get(config.tile_rows, (math.inf, {}))[0]:
                 scores[config.tile_rows] = (seconds, config.to_dict())
+    both = set(best["gate_up"]) & set(best["down"])
+    if not both:
+        raise UnsupportedError(f"no pair of products runs on every rank: {dict(reasons)}")
     rows = min(
-        set(best["gate_up"]) & set(best["down"]),
+        both,
         key=lambda r: best["gate_up"][r][0] + best["down"][r][0],
     )
     return {
@@ -86,7 +97,8 @@ def tune(group: EPGroup, request: Request) -> dict[str, Any]:
         "down": best["down"][rows][1],
         "microseconds": {which: round(best[which][rows][0] * 1e6, 2) for which in best},
         "tried": tried,
-        "failed": failed,
+        "failed": reasons.total(),
+        "failures": dict(reasons.most_common(5)),
     }
 
 
@@ -158,8 +170,8 @@ def _prepare(group: EPGroup, request: Request) -> Bench:
     )
 
 
-def _try(group: EPGroup, bench: Bench, which: str, config, repeats: int) -> float:
-    """Seconds of one product with this configuration; infinite where it cannot be compiled or launched."""
+def _try(group: EPGroup, bench: Bench, which: str, config, repeats: int) -> tuple[float, str]:
+    """Seconds of one product with this configuration; infinite, and why, where it cannot be compiled or launched."""
     from epmoe.fused_triton import kernels
 
     slots, experts = bench.rows.slots_RJ.numel(), bench.weights[0].experts
@@ -185,9 +197,11 @@ def _try(group: EPGroup, bench: Bench, which: str, config, repeats: int) -> floa
                         ranks=bench.ranks,
                     )
 
-        return _seconds(group.device, run, repeats) / len(bench.weights)
-    except Exception:  # what a compiler or a driver raises has no common class: any of it is a veto
-        return math.inf
+        return _seconds(group.device, run, repeats) / len(bench.weights), ""
+    except (
+        Exception
+    ) as error:  # what a compiler or a driver raises has no common class: any of it is a veto
+        return math.inf, f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
 
 def _seconds(device: torch.device, run: Callable[[], None], repeats: int) -> float:
@@ -212,9 +226,9 @@ def _seconds(device: torch.device, run: Callable[[], None], repeats: int) -> flo
     return start.elapsed_time(end) / 1e3 / repeats
 
 
-def _vote(group: EPGroup, seconds: float) -> float:
-    """The slowest rank's time; infinite when the candidate failed on any."""
-    return max(group.all_gather_objects(seconds))
+def _vote(group: EPGroup, seconds: float, reason: str) -> tuple[float, str]:
+    """The slowest rank's time; infinite, with its reason, when the candidate failed on any."""
+    return max(group.all_gather_objects((seconds, reason)))
 
 
 TUNER = Tuner(situation=key_of, tune=tune)
