@@ -214,3 +214,16 @@ def test_sampled_rows_include_first_and_last():
 def test_replays_are_even():
     setting = setting_of()
     assert [replays_of("eager", setting, n) for n in (1, 2, 5)] == [2, 2, 4]
+
+
+def test_the_router_that_subjects_share_on_a_gpu_is_a_stages_kernel():
+    """Found without falling back, and equal to the reference: what makes subjects comparable must not go by itself."""
+    shape = SHAPES["tiny"]
+    shared, name = make_router("auto", shape, torch.device("cuda"))
+    assert name == "03_fused_triton kernel"
+    logits_TE = torch.randn(5, shape.experts, generator=torch.Generator().manual_seed(0))
+    bias_E = torch.randn(shape.experts, generator=torch.Generator().manual_seed(1)) / 10
+    ids_TK, weights_TK = shared(logits_TE, bias_E)
+    wanted_ids, wanted_weights = route(logits_TE, shape.router, shape.topk, bias_E)
+    assert torch.equal(ids_TK, wanted_ids)
+    torch.testing.assert_close(weights_TK, wanted_weights, rtol=1e-5, atol=1e-6)
