@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from epmoe.core.bench import plots, report
+from epmoe.core.bench import pages, plots, report
+from epmoe.core.bench.profile import Kernel
+from epmoe.core.bench.profile import summarise as summarise_profile
 from epmoe.core.bench.results import (
     DrawRecord,
     Measured,
@@ -119,6 +121,18 @@ def _with_subject(result, **changes):
     point = result.points[0]
     one = dataclasses.replace(point.subjects["02_fixed_capacity"], **changes)
     result.points[0] = _change(point, subjects={**point.subjects, "02_fixed_capacity": one})
+
+
+def test_the_page_says_where_the_time_goes_if_somebody_looked():
+    result = example()
+    assert (
+        "Where the time goes"
+        not in pages.result_pages("r", result, "docs/ladder")["docs/ladder/r.md"]
+    )
+    kernels = [Kernel("gate_up", 0, 30), Kernel("ncclSendRecv", 30, 12)]
+    _with_subject(result, profile=dataclasses.asdict(summarise_profile([kernels], layers=1)))
+    page = pages.result_pages("r", result, "docs/ladder")["docs/ladder/r.md"]
+    assert "| 1 | 02_fixed_capacity | 42.0 | 12.0 | 0.0 | 2 | gate_up 30.0 |" in page
 
 
 def _shift(result):

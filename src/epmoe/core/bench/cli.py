@@ -82,6 +82,9 @@ def run_command(
     save_vllm_config: Annotated[
         Path | None, typer.Option(help="Where to write what the sweep chose.")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Record kernel times too: where the time goes.")
+    ] = False,
     seconds: Annotated[
         float | None, typer.Option(help="Start no new T after so many seconds.")
     ] = None,
@@ -114,6 +117,7 @@ def run_command(
         rows=rows,
         sweep=vllm_sweep,
         configs=vllm_subjects.read_configs(vllm_config) if vllm_config else None,
+        profile=profile,
         seconds=seconds,
         path=Path(json_to) if json_to not in (None, "-") else None,
         command=shlex.join(["epmoe", *sys.argv[1:]]),

@@ -1,6 +1,7 @@
 """The generated Markdown pages: one per result, with its tables and plots, and the index."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from epmoe.core.bench import plots, view
 from epmoe.core.bench.padding import PaddingRow
@@ -30,6 +31,7 @@ def result_pages(name: str, result: Result, folder: str) -> dict[str, str]:
         _times(result, subjects),
         "## Ratios\n",
         _ratios(result),
+        _profiles(result),
         _notes(result),
     ]
     files[f"{folder}/{name}.md"] = "\n".join(part for part in parts if part)
@@ -139,6 +141,35 @@ def _ratio(point: Point, of: str, to: str) -> str:
         return "-"
     words = f"{found.median:.3f} [{found.low:.3f}, {found.high:.3f}]"
     return words if found.claim == "no difference" else f"**{words}**"
+
+
+def _profiles(result: Result) -> str:
+    """Where the time goes, subject by subject; nothing where nobody looked."""
+    lines = [
+        f"| {point.tokens} | {name} | {_profile(one.profile)} |"
+        for point in result.points
+        for name, one in point.subjects.items()
+        if one.profile
+    ]
+    if not lines:
+        return ""
+    head = [
+        "## Where the time goes\n",
+        "| T | subject | span | exchange | wait | launches | kernels |",
+        "|---:|---|---:|---:|---:|---:|---|",
+    ]
+    note = (
+        "\nMicroseconds per layer on draw 0, mean over ranks, by torch's profiler, apart from the timed runs (profiled "
+        "runs are slower). Exchange: NCCL kernels, each as short as on the rank that came last; wait: what they "
+        "took above that. A kernel that starts while the one before drains counts from its start: parts may exceed the span."
+    )
+    return "\n".join([*head, *lines, note, ""])
+
+
+def _profile(one: Mapping[str, Any]) -> str:
+    kernels = ", ".join(f"{name} {us:.1f}" for name, us in one["kernels_us"].items())
+    numbers = (one[part] for part in ("span_us", "exchange_us", "wait_us"))
+    return " | ".join([*(f"{us:.1f}" for us in numbers), f"{one['launches']:.0f}", kernels])
 
 
 def _notes(result: Result) -> str:

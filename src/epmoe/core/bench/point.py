@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from epmoe.core.bench import vllm_subjects
 from epmoe.core.bench.chains import Chain
 from epmoe.core.bench.gates import Expected, check_chain, check_router, expectations
 from epmoe.core.bench.method import Clock, Contestant, measure, slowest
+from epmoe.core.bench.profile import profile_chain
 from epmoe.core.bench.results import (
     DrawRecord,
     Measured,
@@ -41,6 +43,7 @@ class Plan:
     sweep: int
     configs: dict[int, dict[str, int]] | None
     tuning: Callable[[], Setting]
+    profile: bool = False
     # for tests: what makes a subject of a name
     make: Callable[[str, Setting, dict | None], Subject] = make_subject
 
@@ -91,7 +94,8 @@ def measure_point(
                 subjects[name] = Measured(mode="none", error=_words(outcome))
         samples = _time(clock, setting, plan, runners)
         for name, times in samples.items():
-            subjects[name] = _measured(runners[name], times, plan, draws, result)
+            profile = profile_chain(runners[name].chains[0], setting) if plan.profile else {}
+            subjects[name] = _measured(runners[name], times, profile, plan, draws, result)
     finally:
         for runner in runners.values():
             runner.close()
@@ -192,7 +196,12 @@ def replays_of(mode: str, setting: Setting, replays: int) -> int:
 
 
 def _measured(
-    runner: _Runner, samples: list[float], plan: Plan, draws: list[DrawRecord], result: Result
+    runner: _Runner,
+    samples: list[float],
+    profile: dict[str, Any],
+    plan: Plan,
+    draws: list[DrawRecord],
+    result: Result,
 ) -> Measured:
     return Measured(
         mode=runner.mode,
@@ -200,6 +209,7 @@ def _measured(
         samples_us=samples,
         gates=runner.gates,
         describe=runner.subject.describe(),
+        profile=profile,
         **summarise(samples, draws, result),
     )
 

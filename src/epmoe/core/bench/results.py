@@ -64,6 +64,7 @@ class Measured:
         gates: the worst oracle error and its limit.
         error: why there is no time; then everything else is empty.
         describe: what the subject says of itself.
+        profile: where its time goes, see `profile.Profile`; empty where nobody looked.
     """
 
     mode: str
@@ -76,6 +77,7 @@ class Measured:
     gates: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     describe: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,7 @@ class Config:
         dtype, router, gpu: names; the gpu is the one whose bandwidth floors are quoted at.
         rows: rows per layer and draw that the oracle checks.
         sweep: vLLM configurations to try per T, 0 for none; `configs`: chosen ones from a file instead.
+        profile: record kernel times of every subject as well, apart from the timed runs.
         seconds: start no new T after so long; None for no limit.
         path: where rank 0 saves after each point.
         command: as it was typed, for the record.
@@ -71,6 +72,7 @@ class Config:
     rows: int = 4
     sweep: int = 8
     configs: dict[int, dict[str, int]] | None = None
+    profile: bool = False
     seconds: float | None = None
     path: Path | None = None
     command: str = ""
@@ -140,6 +142,7 @@ def _measure_point(
         weight_seed=config.seed,
         sweep=config.sweep,
         configs=config.configs,
+        profile=config.profile,
         tuning=lambda: with_draws(base, config, tokens, points.tuning_seed(config.seed), 1),
     )
     point, tuned = points.measure_point(clock, setting, plan, result)

@@ -1,0 +1,133 @@
+"""Where a layer's time goes on the GPU: the exchange, waiting for other ranks, and kernel by kernel.
+
+torch's profiler (CUPTI) times every kernel of a few chains, apart from the runs that are reported: a profiled run is
+slower. An NCCL kernel ends when the last rank has come, so the shortest of all ranks' durations of the same exchange is
+what moving the bytes takes, and what a rank spends above it is waiting.
+
+Kernels that start while their predecessor drains (programmatic dependent launch) count from their start, so the parts
+can add up to more than the span.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from epmoe.core.bench.chains import Chain
+from epmoe.core.bench.subjects import Setting
+
+_RUNS = 4
+_ENOUGH = 0.01  # of the span: kernels below are added up as "other kernels"
+OTHERS = "other kernels"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch on the GPU: its name, and start and duration in microseconds."""
+
+    name: str
+    start_us: float
+    duration_us: float
+
+    @property
+    def exchanges(self) -> bool:
+        """True for NCCL's kernels."""
+        return "nccl" in self.name.lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Microseconds per layer, mean over ranks.
+
+    Attributes:
+        span_us: from the first kernel's start to the last one's end.
+        exchange_us: NCCL kernels, each as short as on the rank that came last.
+        wait_us: what NCCL kernels took above that.
+        kernels_us: all others by name, those under 1% of the span together.
+        launches: kernels per layer, NCCL's included.
+    """
+
+    span_us: float
+    exchange_us: float
+    wait_us: float
+    kernels_us: dict[str, float]
+    launches: float
+
+
+def profile_chain(chain: Chain, setting: Setting) -> dict[str, Any]:
+    """The profile of one chain as plain data, or {} off the GPU. Collective."""
+    if setting.device.type != "cuda":
+        return {}
+    mine = _record(chain, setting)
+    by_rank = setting.group.all_gather_objects(mine)
+    return asdict(summarise(by_rank, _RUNS * len(setting.weights)))
+
+
+def _record(chain: Chain, setting: Setting) -> list[Kernel]:
+    """Every kernel of a few runs, in the order of their starts."""
+    from torch.profiler import ProfilerActivity, profile
+
+    chain.run()
+    torch.cuda.synchronize(setting.device)
+    setting.group.barrier()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
+        for _ in range(_RUNS):
+            chain.run()
+        torch.cuda.synchronize(setting.device)
+    kernels = [
+        Kernel(_short(event.name), event.time_range.start, event.time_range.elapsed_us())
+        for event in recorded.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
+    return sorted(kernels, key=lambda kernel: kernel.start_us)
+
+
+def summarise(by_rank: Sequence[Sequence[Kernel]], layers: int) -> Profile:
+    """One profile of all ranks' kernels.
+
+    Args:
+        by_rank: the kernels of every rank, in the order of their starts.
+        layers: how many layer calls they are.
+    """
+    ranks = len(by_rank)
+    exchanges = [[k.duration_us for k in kernels if k.exchanges] for kernels in by_rank]
+    # counts differ where a profiler lost an event: then the common ones are compared
+    matched = list(zip(*exchanges, strict=False))
+    transfer = sum(min(durations) for durations in matched)
+    wait = sum(sum(durations) / ranks - min(durations) for durations in matched)
+    span = sum(_span(kernels) for kernels in by_rank) / ranks
+    parts: dict[str, float] = defaultdict(float)
+    for kernel in (k for kernels in by_rank for k in kernels if not k.exchanges):
+        parts[kernel.name] += kernel.duration_us / ranks / layers
+    return Profile(
+        span_us=span / layers,
+        exchange_us=transfer / layers,
+        wait_us=wait / layers,
+        kernels_us=_largest(parts, span / layers),
+        launches=sum(map(len, by_rank)) / ranks / layers,
+    )
+
+
+def _span(kernels: Sequence[Kernel]) -> float:
+    if not kernels:
+        return 0.0
+    return max(k.start_us + k.duration_us for k in kernels) - kernels[0].start_us
+
+
+def _largest(parts: dict[str, float], span: float) -> dict[str, float]:
+    large = {name: us for name, us in parts.items() if us >= _ENOUGH * span}
+    rest = sum(us for name, us in parts.items() if name not in large)
+    ordered = dict(sorted(large.items(), key=lambda item: -item[1]))
+    return ordered | ({OTHERS: rest} if rest else {})
+
+
+def _short(name: str) -> str:
+    """A kernel's own name without return type, namespaces, template and call arguments."""
+    plain = re.sub(r"\(anonymous namespace\)", "", name)
+    while "<" in plain and plain != (cut := re.sub(r"<[^<>]*>", "", plain)):
+        plain = cut
+    plain = plain.removeprefix("void ").split("(")[0].split("<")[0].strip()
+    return plain.split("::")[-1] or name[:60]
