@@ -160,8 +160,9 @@ def _profiles(result: Result) -> str:
     ]
     note = (
         "\nMicroseconds per layer on draw 0, mean over ranks, by torch's profiler, apart from the timed runs (profiled "
-        "runs are slower). Exchange: NCCL kernels, each as short as on the rank that came last; wait: what they "
-        "took above that. A kernel that starts while the one before drains counts from its start: parts may exceed the span."
+        "runs are slower). Exchange: NCCL kernels, each as short as on the rank that came last; wait: what they took "
+        "above that. A kernel counts from its start, even while it waits for the one before: the sum may exceed the "
+        "span."
     )
     return "\n".join([*head, *lines, note, ""])
 
