@@ -6,6 +6,7 @@ Legend: T tokens, H hidden, K experts per token, E experts.
 import gc
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,6 +62,19 @@ def repeats(group: EPGroup, case: Case, times: int) -> dict[str, bool]:
         "permuted": not differ(first_TH[order_T], other_TH),
         "halved": not differ(first_TH, torch.cat(parts)),
     }
+
+
+def neighbours(group: EPGroup, case: Case, other: str) -> float:
+    """Call 0 of the case by its stage and by `other`: the largest difference, relative to its row's largest value."""
+    outputs = []
+    for stage in (case.stage, other):
+        layer = build_case(group, replace(case, stage=stage))
+        outputs.append(layer(*bring(group, case, 0)).double())
+        layer.close()
+    one_TH, other_TH = outputs
+    apart_T = (one_TH - other_TH).abs().amax(dim=1)
+    size_T = torch.maximum(one_TH.abs().amax(dim=1), other_TH.abs().amax(dim=1))
+    return float((apart_T / size_T).nan_to_num(posinf=float("inf")).amax()) if len(apart_T) else 0.0
 
 
 def alternating_sum(group: EPGroup, case: Case) -> float:

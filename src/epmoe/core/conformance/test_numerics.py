@@ -22,6 +22,19 @@ def test_8B_same_bits(stage, capabilities, run, interpreted):
         assert found["rebuilt"], found
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_8B_same_bits_on_cuda(stage, capabilities, gpu_run, dtype):
+    """8B: 100 times on a GPU, at sizes where several tiles share an expert."""
+    if not capabilities.deterministic:
+        pytest.skip("not offered: the stage does not declare itself deterministic")
+    shape = MoEShape(hidden=256, intermediate=128, experts=16, topk=4)
+    case = Case(stage=stage, shape=shape, tokens=((130, 0, 33, 257),), kind="zipf", dtype=dtype)
+    for found in gpu_run(program.repeats, case, 100):
+        assert found["repeated"], found
+        assert found["rebuilt"], found
+
+
 def test_8B_bits_independent_of_the_batch(stage, capabilities, run):
     """8B: tokens in another order and in two halves, where the stage declares itself batch invariant."""
     if not capabilities.batch_invariant:

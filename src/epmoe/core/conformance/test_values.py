@@ -231,3 +231,15 @@ def test_declared_tokens_below_capacity(stage, check):
 def test_on_cuda(stage, gpu_check, kind, dtype):
     for ranks in (1, 2, 4):
         gpu_check(Case(stage=stage, shape=USUAL, tokens=steps(ranks), kind=kind, dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_long_prompts_on_cuda(stage, gpu_check, ranks):
+    """8,192 tokens on the fullest rank, between two short calls; rows are sampled from all of it."""
+    shape = MoEShape(hidden=512, intermediate=256, experts=32, topk=8)
+    tokens = ((3, 0, 17, 1)[:ranks], (8192, 8000, 0, 4097)[:ranks], (1, 9, 0, 5)[:ranks])
+    for kind in ("uniform", "zipf"):
+        gpu_check(
+            Case(stage=stage, shape=shape, tokens=tokens, kind=kind, dtype=torch.bfloat16, rows=48)
+        )
