@@ -1,22 +1,16 @@
-"""Names, capabilities, and choosing a stage with reasons."""
+"""Names of stages, and what `build` and a call refuse; choosing among stages is in test_choosing.py."""
 
 import pytest
 import torch
 
 from epmoe.core import groups, registry
-from epmoe.core.capabilities import Capabilities, Spec, select
-from epmoe.core.errors import InputError, UnsupportedError
+from epmoe.core.errors import InputError
 from epmoe.core.layer import build
 from epmoe.core.placement import contiguous
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import random_weights
 
 SHAPE = MoEShape(hidden=16, intermediate=8, experts=4, topk=2)
-
-SLOW = Capabilities(deterministic=True)
-FAST = Capabilities(
-    dtypes=(torch.bfloat16,), devices=("cuda",), min_arch=(9, 0), graph_capturable=True, max_topk=8
-)
 
 
 @pytest.mark.parametrize("name", ["01_variable_a2a", "variable_a2a", "01"])
@@ -33,36 +27,6 @@ def test_stages_come_in_ladder_order():
     numbered = [name for name in registry.names() if name[:1].isdigit()]
     assert numbered == sorted(numbered)
     assert numbered[:2] == ["00_reference", "01_variable_a2a"]
-
-
-def test_the_last_rung_that_can_is_chosen_with_reasons():
-    stages = {"slow": SLOW, "other": SLOW, "fast": FAST}
-    chosen = select(Spec(dtype=torch.float32, device="cpu"), stages)
-    assert chosen.chosen == "other"
-    assert chosen.reasons["slow"] == ["could serve this, but other is the later rung"]
-    assert "dtype torch.float32 is not among torch.bfloat16" in chosen.reasons["fast"]
-    assert "device cpu is not among cuda" in chosen.reasons["fast"]
-    assert select(Spec(dtype=torch.bfloat16, device="cuda"), stages).chosen == "fast"
-
-
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        (Spec(arch=(8, 0)), "compute capability (8, 0) is below (9, 0)"),
-        (Spec(topk=9), "topk=9 is over the limit of 8"),
-        (Spec(deterministic=True), "is not deterministic"),
-        (Spec(batch_invariant=True), "is not batch invariant"),
-    ],
-)
-def test_reasons_in_words(spec, reason):
-    assert reason in FAST.reasons_against(spec)
-
-
-def test_nobody_can():
-    with pytest.raises(UnsupportedError, match=r"fast: .*dtype.*"):
-        select(Spec(dtype=torch.float64), {"slow": SLOW, "fast": FAST})
-    with pytest.raises(UnsupportedError, match="no stage is registered"):
-        select(Spec(), {})
 
 
 def _build(**changes):

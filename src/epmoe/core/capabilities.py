@@ -1,10 +1,15 @@
-"""What a stage can do, declared; and `select`, which chooses with a reason for everything it did not choose."""
+"""What a stage can do, declared; and what a caller needs of one. `epmoe.core.choosing` brings the two together."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 import torch
 
-from epmoe.core.errors import UnsupportedError
+from epmoe.core.errors import InputError
+from epmoe.core.memory import LayerSize
+from epmoe.core.shape import MoEShape
+
+FLAGS = ("graph_capturable", "deterministic", "batch_invariant", "maskable")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +25,10 @@ class Capabilities:
         graph_capturable: a call can be captured in a CUDA graph.
         deterministic: the same inputs give the same bits, call after call.
         batch_invariant: a token's result does not depend, bit for bit, on who shares its batch.
-        max_tokens, max_topk, max_experts: T per rank, K, E.
+        maskable: ranks can be masked (`MoELayer.mask_ranks`), and a placement may have lost experts.
+        max_tokens, max_topk, max_experts, max_ranks: T per rank, K, E, EP.
         interpreted_on_cpu: kernels run through an interpreter there: as right, and a thousand times slower. The
-            suite leaves its large checks to a GPU then.
+            suite leaves its large checks to a GPU then, and `select` takes such a stage on a CPU only if no other can.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,9 +39,11 @@ class Capabilities:
     graph_capturable: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
+    maskable: bool = False
     max_tokens: int | None = None
     max_topk: int | None = None
     max_experts: int | None = None
+    max_ranks: int | None = None
     interpreted_on_cpu: bool = False
 
     def reasons_against(self, spec: "Spec") -> list[str]:
@@ -56,62 +64,91 @@ class Capabilities:
                 ("tokens per rank", spec.tokens, self.max_tokens),
                 ("topk", spec.topk, self.max_topk),
                 ("experts", spec.experts, self.max_experts),
+                ("ranks", spec.ranks, self.max_ranks),
             )
             if asked is not None and limit is not None and asked > limit
         ]
         if self.min_arch and spec.arch and spec.arch < self.min_arch:
             reasons.append(f"compute capability {spec.arch} is below {self.min_arch}")
-        for wish in ("graph_capturable", "deterministic", "batch_invariant"):
+        for wish in FLAGS:
             if getattr(spec, wish) and not getattr(self, wish):
                 reasons.append(f"is not {wish.replace('_', ' ')}")
         return reasons
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What a caller needs; None or False means "no matter". Fields as in `Capabilities`."""
+class Wishes:
+    """What a caller wants beyond what the layer's own arguments say; False or None means "no matter".
+
+    Attributes:
+        graph_capturable, deterministic, batch_invariant, maskable: as in `Capabilities`.
+        memory: bytes that the layer's buffers may take on a rank, see `epmoe.core.memory.Memory`.
+    """
+
+    graph_capturable: bool = False
+    deterministic: bool = False
+    batch_invariant: bool = False
+    maskable: bool = False
+    memory: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(Wishes):
+    """What a stage has to serve; None means "no matter". Fields as in `Capabilities`, and:
+
+    Attributes:
+        device_name: the GPU's name, or "cpu": whose measurements count.
+        ranks: EP.
+        shape: sizes of the layer, for its memory and for what was measured; gives topk and experts too.
+        local_experts: the most experts that a rank holds; None for an even share.
+        options: build options that the stage must take.
+    """
 
     dtype: torch.dtype | None = None
     device: str | None = None
+    device_name: str | None = None
     arch: tuple[int, int] | None = None
     transport: str | None = None
     placement: str | None = None
     tokens: int | None = None
     topk: int | None = None
     experts: int | None = None
-    graph_capturable: bool = False
-    deterministic: bool = False
-    batch_invariant: bool = False
+    ranks: int | None = None
+    shape: MoEShape | None = None
+    local_experts: int | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.shape is not None:
+            for name in ("topk", "experts"):
+                if getattr(self, name) not in (None, getattr(self.shape, name)):
+                    raise InputError(
+                        f"{name}={getattr(self, name)}, the shape has {getattr(self.shape, name)}: leave one out"
+                    )
+                object.__setattr__(self, name, getattr(self.shape, name))
+
+    def size(self) -> LayerSize:
+        """What memory depends on. Raises InputError where it is not all here."""
+        shape, ranks, tokens, dtype = self.shape, self.ranks, self.tokens, self.dtype
+        if shape is None or ranks is None or tokens is None or dtype is None:
+            raise InputError(
+                "a limit of memory needs shape, ranks, tokens and dtype: buffers follow from them"
+            )
+        return LayerSize(
+            shape=shape,
+            ranks=ranks,
+            capacity=tokens,
+            dtype=dtype,
+            device=self.device or "cpu",
+            local_experts=self.local_experts or -(-shape.experts // ranks),
+        )
+
+    def __str__(self) -> str:
+        """Only what is asked for."""
+        asked = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        words = [f"{name}={_short(value)}" for name, value in asked if value]
+        return ", ".join(words) or "anything"
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The chosen stage, and for each other stage why it was not."""
-
-    chosen: str
-    reasons: dict[str, list[str]] = field(default_factory=dict)
-
-
-def select(spec: Spec, stages: "dict[str, Capabilities] | None" = None) -> Selection:
-    """The last (fastest) rung of the ladder that can serve `spec`; never a silent fallback.
-
-    Args:
-        spec: what is needed.
-        stages: candidates in ladder order; every registered stage by default.
-
-    Raises:
-        UnsupportedError: no stage can; the message lists each stage with its reasons.
-    """
-    from epmoe.core import registry
-
-    candidates = registry.all_capabilities() if stages is None else stages
-    reasons = {name: can.reasons_against(spec) for name, can in candidates.items()}
-    able = [name for name in candidates if not reasons[name]]
-    if not able:
-        listed = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items())
-        raise UnsupportedError(f"no stage can serve {spec}: {listed or 'no stage is registered'}")
-    chosen = able[-1]
-    for name in able[:-1]:
-        reasons[name] = [f"could serve this, but {chosen} is the later rung"]
-    reasons.pop(chosen)
-    return Selection(chosen, reasons)
+def _short(value: object) -> object:
+    return value.name if isinstance(value, MoEShape) else value

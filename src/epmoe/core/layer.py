@@ -79,7 +79,7 @@ class MoELayer(ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        return registry.load(self.spec.stage).capabilities
+        return registry.load(self.spec.stage).capabilities_with(self.spec.options)
 
     def __call__(
         self,

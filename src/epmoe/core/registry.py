@@ -7,8 +7,8 @@ A stage of this repository is registered under its folder's name (`01_variable_a
     my_stage = "my_package.layer:STAGE"
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from epmoe.core.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from epmoe.core.layer import LayerSpec, MoELayer
+    from epmoe.core.memory import LayerSize, Memory
     from epmoe.core.tune import Tuner
 
 GROUP = "epmoe.stages"
@@ -33,6 +34,8 @@ class Stage:
         options: names of the keyword options that `build` passes on, with their meaning.
         tuner: measures configurations for `epmoe tune`, or None where there is nothing to tune.
         overflow: what calls with more than max_tokens_per_rank tokens do by default, "raise" or "rounds".
+        memory: bytes of buffers for layers of a size, with the default options; None where nobody worked them out.
+        grants: capability -> the options that switch it on.
     """
 
     summary: str
@@ -41,6 +44,17 @@ class Stage:
     options: dict[str, str]
     overflow: str = "raise"
     tuner: "Tuner | None" = None
+    memory: "Callable[[LayerSize], Memory] | None" = None
+    grants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    def capabilities_with(self, options: Mapping[str, object]) -> Capabilities:
+        """Of a layer that is built with these options."""
+        granted = {
+            name: True
+            for name, needed in self.grants.items()
+            if all(options.get(option) == value for option, value in needed.items())
+        }
+        return replace(self.capabilities, **granted)
 
 
 def names() -> list[str]:

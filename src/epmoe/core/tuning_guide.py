@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from epmoe.core import tune
+from epmoe.core import own_file, tune
 from epmoe.core.numerics import named_dtype
 from epmoe.core.plan_render import parse_tokens
 from epmoe.core.shape import named_shape
@@ -28,8 +28,8 @@ def guide(
     timeout: float,
 ) -> tuple[dict[str, Any], Table]:
     """Tune, and return the file's content and a table of this run's entries. Arguments as the command's options."""
-    tuner, path = tune.tuner_of(stage), out or tune.default_file()
-    data, sizes, counts = tune.load(path), named_shape(shape), parse_tokens(tokens)
+    tuner, path = tune.tuner_of(stage), out or own_file.default_file()
+    data, sizes, counts = own_file.load(path), named_shape(shape), parse_tokens(tokens)
     table = Table("T", "", "gate_up", "us", "down", "us", "tried", "failed", box=box.SIMPLE_HEAD)
     with (
         tune.runner(ep, loopback, device, timeout) as (run, where),
@@ -49,7 +49,7 @@ def guide(
             found = _find(data, run(tuner.situation, request)) if data["entries"] else None
             entry = found or run(tuner.tune, request)
             if found is None:
-                tune.add(data, entry.pop("device"), entry, path)
+                own_file.add(data, own_file.TILES, entry.pop("device"), entry, path)
             table.add_row(str(count), "kept" if found else "new", *_cells(entry))
             bar.advance(step)
     console.print(f"{len(data['entries'])} entries in {path}", style="dim", highlight=False)

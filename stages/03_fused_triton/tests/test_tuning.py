@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: @triton.jit looks at it
 
-from epmoe.core import tune
+from epmoe.core import own_file, tune
 from epmoe.core.conformance.program import caught
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.groups import EPGroup
@@ -79,8 +79,8 @@ def test_the_users_own_file_comes_first(tmp_path, monkeypatch):
         "down": mine.down.to_dict(),
     }
     path = tmp_path / "own.json"
-    tune.add({"device": None, "entries": []}, H200, entry, path)
-    monkeypatch.setenv(tune.VARIABLE, str(path))
+    own_file.add(own_file.load(path), own_file.TILES, H200, entry, path)
+    monkeypatch.setenv(own_file.VARIABLE, str(path))
     tuning.entries.cache_clear()
     try:
         assert look_up(RECORD, 8) == tuning.Choice(mine, "exact")
@@ -175,12 +175,12 @@ def test_candidates_fit_and_begin_with_the_rule():
 def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
     path = tmp_path / "deep" / "t.json"
     entry = {"for": {"tokens": 1}, "versions": {"triton": "3"}, "gate_up": {}, "down": {}}
-    tune.add(tune.load(path), "gpu", entry, path)
-    data = tune.load(path)
+    own_file.add(own_file.load(path), own_file.TILES, "gpu", entry, path)
+    data = own_file.load(path)
     assert tune.matches(data["entries"][0], {"for": {"tokens": 1}, "versions": {"triton": "3"}})
     assert not tune.matches(data["entries"][0], {"for": {"tokens": 1}, "versions": {"triton": "4"}})
-    tune.add(data, "gpu", {**entry, "versions": {"triton": "4"}}, path)
-    assert len(tune.load(path)["entries"]) == 1, "a newer version replaces the older"
+    own_file.add(data, own_file.TILES, "gpu", {**entry, "versions": {"triton": "4"}}, path)
+    assert len(own_file.load(path)["entries"]) == 1, "a newer version replaces the older"
     assert [p.name for p in path.parent.iterdir()] == ["t.json"]
 
 
@@ -188,9 +188,9 @@ def test_files_and_stages_that_do_not_fit_are_refused(tmp_path):
     path = tmp_path / "t.json"
     path.write_text("[]")
     with pytest.raises(InputError, match="is no tuning file"):
-        tune.load(path)
+        own_file.load(path)
     entry = {"for": {}, "versions": {}, "gate_up": {}, "down": {}}
     with pytest.raises(InputError, match="is for gpu, this is other"):
-        tune.add({"device": "gpu", "entries": []}, "other", entry, path)
+        own_file.add({"device": "gpu", "entries": []}, own_file.TILES, "other", entry, path)
     with pytest.raises(UnsupportedError, match="01_variable_a2a has nothing to tune"):
         tune.tuner_of("01")

@@ -8,7 +8,6 @@ What it costs: kernels to maintain and to tune, and intermediate buffers of EP *
     logits -route, pack-> send ==> recv -group-> tiles -gate_up-> h -down-> f -reduce-> y ==> home -merge-> out
 """
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,10 +53,6 @@ class FusedTritonLayer(SplitLayer[Tensor]):
         )
         experts.reserve(spec.group.size * spec.max_tokens_per_rank * spec.shape.topk)
         super().__init__(spec, FusedExchange(spec, self.workspace, self.fusions, pdl), experts)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, batch_invariant=self.pinned)
 
     def from_logits(
         self,
@@ -123,4 +118,5 @@ STAGE = Stage(
     },
     overflow="rounds",
     tuner=TUNER,
+    grants={"batch_invariant": {"batch_invariant": True}},
 )

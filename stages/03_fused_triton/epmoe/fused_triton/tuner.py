@@ -21,6 +21,7 @@ from torch import Tensor
 from epmoe.core.draws import draw
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.groups import EPGroup
+from epmoe.core.own_file import device_name
 from epmoe.core.placement import contiguous
 from epmoe.core.split import Rows
 from epmoe.core.tune import Request, Tuner
@@ -70,7 +71,6 @@ def tune(group: EPGroup, request: Request) -> dict[str, Any]:
         UnsupportedError: no candidate of one product runs on every rank; on all ranks, with the reasons.
     """
     interpreter.prepare(group.device.type)
-    from epmoe.fused_triton.tuning import device_name
 
     bench = _prepare(group, request)
     best: dict[str, dict[int, tuple[float, dict]]] = {"gate_up": {}, "down": {}}
@@ -105,7 +105,7 @@ def tune(group: EPGroup, request: Request) -> dict[str, Any]:
 def candidates(group: EPGroup, request: Request, which: str) -> Iterator:
     """At most `request.candidates` configurations that fit, the rule's own first, then by distance from it."""
     from epmoe.fused_triton import kernels
-    from epmoe.fused_triton.tuning import Situation, Tuning, device_name, limits_of
+    from epmoe.fused_triton.tuning import Situation, Tuning, limits_of
 
     limits, itemsize = limits_of(group.device), request.dtype.itemsize
     key = Situation(device=device_name(group.device), **situation(group, request))

@@ -13,8 +13,9 @@ from importlib.resources import files
 
 import torch
 
-from epmoe.core import tune
+from epmoe.core import own_file
 from epmoe.core.layer import LayerSpec
+from epmoe.core.own_file import device_name
 from epmoe.fused_triton import kernels
 
 # Shared memory of a block that a kernel may ask for, by compute capability, in bytes (CUDA C++ Programming Guide,
@@ -150,11 +151,6 @@ def _for_the_interpreter(wanted: Situation) -> kernels.LayerConfig:
     )
 
 
-def device_name(device: torch.device) -> str:
-    """How configuration files call a device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def limits_of(device: torch.device) -> kernels.DeviceLimits:
     """Shared memory and features of a device; a CPU gets a small GPU's, so that interpreted tiles stay small."""
     if device.type != "cuda":
@@ -172,7 +168,7 @@ def entries(device: str) -> dict[Situation, kernels.LayerConfig]:
     for file in files("epmoe.fused_triton").joinpath("configs").iterdir():
         if file.name.endswith(".json"):
             found |= read_entries(file.read_text(), device)
-    own = tune.default_file()
+    own = own_file.default_file()
     return found | (read_entries(own.read_text(), device) if own.is_file() else {})
 
 
