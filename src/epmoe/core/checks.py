@@ -3,6 +3,7 @@
 Only `bad_id` reads a device value, so it runs in checked mode alone.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from epmoe.core import registry
 from epmoe.core.capabilities import Spec
 from epmoe.core.errors import CapacityError, InputError, UnsupportedError
+from epmoe.core.placement import check_gone
 
 if TYPE_CHECKING:
     from epmoe.core.layer import LayerSpec
@@ -38,7 +40,26 @@ def check_spec(spec: "LayerSpec") -> None:
         raise InputError(f"max_tokens_per_rank={spec.max_tokens_per_rank!r}: must be at least 1")
     if spec.overflow not in ("raise", "rounds"):
         raise InputError(f"overflow={spec.overflow!r}: choose 'raise' or 'rounds'")
+    if spec.lost not in ("drop", "renormalise"):
+        raise InputError(f"lost={spec.lost!r}: choose 'drop' or 'renormalise'")
     _check_stage(spec)
+
+
+def problem_with_mask(
+    spec: "LayerSpec", gone: Collection[object], capturing: bool
+) -> InputError | None:
+    """Why the ranks `gone` cannot be masked on this layer, or None."""
+    if not registry.load(spec.stage).capabilities.maskable:
+        return UnsupportedError(
+            f"{spec.stage} is not maskable: build a layer on `placement.without(gone)`, or choose another stage"
+        )
+    if capturing:
+        return InputError("mask_ranks in a CUDA graph capture: call it between replays")
+    try:
+        check_gone(gone, spec.group.size)
+    except InputError as error:
+        return error
+    return None
 
 
 def _check_stage(spec: "LayerSpec") -> None:
@@ -65,6 +86,7 @@ def _needs(spec: "LayerSpec") -> Spec:
         tokens=spec.max_tokens_per_rank,
         topk=spec.shape.topk,
         experts=spec.shape.experts,
+        maskable=bool(spec.placement.lost),
     )
 
 

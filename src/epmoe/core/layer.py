@@ -13,8 +13,7 @@ ranks tell each other over the control plane, outside captured code.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -22,48 +21,16 @@ from torch import Tensor
 from epmoe.core import ledger, registry
 from epmoe.core.agreement import agree
 from epmoe.core.capabilities import Capabilities
-from epmoe.core.checks import bad_id, check_spec, problem_with_call
+from epmoe.core.checks import bad_id, check_spec, problem_with_call, problem_with_mask
 from epmoe.core.errors import InputError, NotCapturableError
 from epmoe.core.groups import EPGroup
+from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.phases import phase, phased
 from epmoe.core.placement import Placement
 from epmoe.core.rounds import plan_rounds
 from epmoe.core.routing import route
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import ExpertWeights
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSpec:
-    """Everything a stage is built from; checked by `build` before a stage sees it.
-
-    Attributes:
-        stage: the registered name.
-        shape, placement: global, the same on all ranks.
-        weights: of this rank's experts, in slot order.
-        group: the expert-parallel group; rank r of it owns `placement.experts_of(r)`.
-        max_tokens_per_rank: C, declared, the same on all ranks; a call may bring 0 to C tokens.
-        check: exchange a fingerprint of every call's arguments first (debug; costs a round trip).
-        overflow: what a call with more than C tokens does, "raise" or "rounds".
-        options: the stage's own keyword options.
-    """
-
-    stage: str
-    shape: MoEShape
-    weights: ExpertWeights
-    placement: Placement
-    group: EPGroup
-    max_tokens_per_rank: int
-    check: bool = False
-    overflow: str = "raise"
-    options: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def device(self) -> torch.device:
-        return self.group.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weights.dtype
 
 
 class MoELayer(ABC):
@@ -112,6 +79,8 @@ class MoELayer(ABC):
         rounds = plan_rounds(self.spec, len(x_TH), max_tokens, _capturing(self.spec.device))
         with torch.no_grad():
             if rounds.count == 1:
+            if self.spec.lost == "renormalise":
+                topk_weights_TK = self.spec.tables.renormalise(topk_ids_TK, topk_weights_TK)
                 return self.forward(x_TH, topk_ids_TK, topk_weights_TK, rounds.capacity)
             # whole from the start: parts and their concatenation would hold a long prompt twice
             y_TH = x_TH.new_empty(x_TH.shape)
@@ -148,6 +117,24 @@ class MoELayer(ABC):
 
     def warmup(self) -> None:
         """Run once with no tokens and once with C, so that nothing is compiled or allocated later. Collective."""
+    def mask_ranks(self, gone: Collection[int]) -> None:
+        """From the next call on the ranks `gone` hold no expert; () takes them all back. For a group that still lives.
+
+        Every rank calls it with the same ranks; nothing is sent, except in checked mode, which compares them. Replicas
+        on other ranks take over; what `lost` in `build` says happens to the rest. Masked ranks still take part in every
+        call, with tokens if they have any. Tables change in place, on the current stream: captured CUDA graphs follow.
+
+        Raises:
+            InputError: an unknown rank, all ranks, or inside a capture. UnsupportedError: the stage is not maskable.
+        """
+        gone = tuple(gone)
+        problem = problem_with_mask(self.spec, gone, _capturing(self.spec.device))
+        if self.spec.check:
+            agree(self.spec.group, {"gone": set(gone)}, problem)
+        if problem is not None:
+            raise problem
+        self.spec.tables.mask(gone)
+
         shape, device = self.spec.shape, self.spec.device
         for tokens in (0, self.spec.max_tokens_per_rank):
             x_TH = torch.zeros(tokens, shape.hidden, dtype=self.spec.dtype, device=device)
@@ -169,6 +156,7 @@ class MoELayer(ABC):
             "placement": spec.placement.kind,
             "dtype": str(spec.dtype).removeprefix("torch."),
             "device": spec.device.type,
+            "gone": list(spec.tables.gone),
             "transport": spec.group.transport,
             "max_tokens_per_rank": spec.max_tokens_per_rank,
         }
@@ -215,6 +203,7 @@ def build(
     overflow: str | None = None,
     **options: object,
 ) -> MoELayer:
+    lost: str = "drop",
     """Build a layer. Collective: all ranks call it with the same stage, shape, placement, capacity and options.
 
     Args:
@@ -228,6 +217,9 @@ def build(
         overflow: "raise" or "rounds" for calls with more than C tokens; the stage's own default.
         options: the stage's own; an unknown one is refused with the list.
 
+        lost: "drop" or "renormalise": what becomes of assignments to experts that no rank holds (any more), because of
+            `mask_ranks` or `Placement.without`: they contribute zero, or a token's remaining weights are scaled to add
+            up to what all of them did (zeros where none remains).
     Raises:
         InputError: the same on every rank, before any data moves.
     """
@@ -245,6 +237,7 @@ def build(
             overflow=overflow or registry.load(stage).overflow,
             options=options,
         )
+            lost=lost,
         check_spec(spec)
     except InputError as error:
         problem = error
@@ -258,6 +251,7 @@ def build(
         "overflow": overflow,
         "options": sorted((name, repr(value)) for name, value in options.items()),
     }
+        "lost": lost,
     agree(group, fingerprint, problem)
     assert spec is not None
     return registry.load(spec.stage).factory(spec)

@@ -55,7 +55,8 @@ class LoopbackGroup(EPGroup):
         for source, call in enumerate(calls):
             self._recording = source
             try:
-                layer(*call, max_tokens=most)
+                with layer.spec.tables.seen_from(source):
+                    layer(*call, max_tokens=most)
             finally:
                 self._recording = None
 

@@ -1,16 +1,28 @@
-"""Which rank owns which expert, and at which place of its weight tensors.
+"""Which ranks hold which expert, and at which place of their weight tensors.
 
-The map is a pair of tables over the global experts: the owner rank, and the slot on that rank. Worked on the toy
-(4 experts on 2 ranks):
+Worked on the toy (4 experts on 2 ranks):
 
     contiguous    owner 0 0 1 1   slot 0 1 0 1
     round robin   owner 0 1 0 1   slot 0 0 1 1
 
 When EP does not divide E, the first ranks hold one expert more: 30 experts on 8 ranks are 4 4 4 4 4 4 3 3, and 3
 experts on 4 ranks are 1 1 1 0. A rank without an expert still takes part in every exchange.
+
+Replicas. A hot expert may have several homes (redundant experts, an idea of DeepSeek's load balancer EPLB,
+https://github.com/deepseek-ai/EPLB). Which of them serves an assignment, its source rank decides alone: its own replica
+if it has one; otherwise the ranks without one take the replicas in turn. So the map, SEEN FROM ONE RANK, is still one
+owner and one slot per expert. 4 experts on 3 ranks, homes (0 1) (0) (1 2) (2):
+
+    seen from 0   owner 0 0 1 2   slot 0 1 1 1
+    seen from 1   owner 1 0 1 2   slot 0 1 1 1
+    seen from 2   owner 0 0 2 2   slot 0 1 0 1
+
+The choice looks at no load and no token. Therefore nothing has to be counted, exchanged or read back: a call can be
+captured in a CUDA graph, and a token's expert is computed on the same rank whoever shares its batch.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,77 +31,201 @@ from torch import Tensor
 
 from epmoe.core.errors import InputError
 
+KINDS = ("contiguous", "round_robin", "explicit", "replicated")
+
 
 @dataclass(frozen=True)
 class Placement:
-    """An expert map: `owners[e]` is the owner rank of global expert e; slots follow ascending expert ids."""
+    """An expert map; slots of a rank follow ascending expert ids.
 
-    owners: tuple[int, ...]
+    Attributes:
+        homes: homes[e] are the ranks that hold global expert e, ascending; () for an expert that is lost (see
+            `without`).
+        ranks: EP.
+        kind: one of `KINDS`: what a stage declares that it can serve.
+    """
+
+    homes: tuple[tuple[int, ...], ...]
     ranks: int
     kind: str = "explicit"
 
     def __post_init__(self):
         if self.ranks < 1:
             raise InputError(f"ranks={self.ranks}: a placement needs at least one rank")
-        if not self.owners:
+        if not any(self.homes):
             raise InputError("a placement needs at least one expert")
-        for expert, owner in enumerate(self.owners):
-            if not isinstance(owner, int) or not 0 <= owner < self.ranks:
+        for expert, homes in enumerate(self.homes):
+            for rank in homes:
+                if not isinstance(rank, int) or not 0 <= rank < self.ranks:
+                    raise InputError(
+                        f"expert {expert} is placed on rank {rank!r}: ranks are 0 to {self.ranks - 1}"
+                    )
+            if list(homes) != sorted(set(homes)):
                 raise InputError(
-                    f"expert {expert} is placed on rank {owner!r}: ranks are 0 to {self.ranks - 1}"
+                    f"expert {expert} is placed on ranks {homes}: name each rank once, in ascending order"
                 )
 
     @property
     def experts(self) -> int:
         """E, the number of global experts."""
-        return len(self.owners)
+        return len(self.homes)
 
-    @cached_property
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """owner[e], where every rank sees the same one. InputError for replicas: ask `owners_from`."""
+        self._refuse_replicas("owners")
+        return self.owners_from(0)
+
+    @property
     def slots(self) -> tuple[int, ...]:
-        """slot[e]: the place of expert e in its owner's weight tensors."""
-        filled = [0] * self.ranks
-        slots = []
-        for owner in self.owners:
-            slots.append(filled[owner])
-            filled[owner] += 1
-        return tuple(slots)
+        """slot[e]: the place of expert e in its owner's weight tensors; InputError as `owners`."""
+        self._refuse_replicas("slots")
+        return self.slots_from(0)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Experts that live nowhere."""
+        return tuple(e for e, homes in enumerate(self.homes) if not homes)
+
+    def owners_from(self, source: int, gone: Collection[int] = ()) -> tuple[int, ...]:
+        """The owner of every expert as `source` sees it, when the ranks `gone` hold nothing any more.
+
+        EP, one past the last rank, where nobody is left: an owner that equals no rank, and indexes none.
+        """
+        self._check_rank(source)
+        return tuple(_serving(homes, source, self.ranks, gone) for homes in self.homes)
+
+    def slots_from(self, source: int, gone: Collection[int] = ()) -> tuple[int, ...]:
+        """The slot of every expert on the owner that `source` sees; -1 where nobody is left."""
+        owners = self.owners_from(source, gone)
+        return tuple(
+            -1 if owner == self.ranks else self._slot_of[owner][e] for e, owner in enumerate(owners)
+        )
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """Global ids of the experts of `rank`, in slot order."""
-        if not 0 <= rank < self.ranks:
-            raise InputError(f"rank={rank}: this placement has ranks 0 to {self.ranks - 1}")
-        return tuple(e for e, owner in enumerate(self.owners) if owner == rank)
+        """Global ids of the experts that `rank` holds, replicas included, in slot order."""
+        self._check_rank(rank)
+        return tuple(e for e, homes in enumerate(self.homes) if rank in homes)
 
     def counts(self) -> tuple[int, ...]:
         """E_local of every rank."""
         return tuple(len(self.experts_of(rank)) for rank in range(self.ranks))
 
-    def owner_table(self, device: torch.device | str = "cpu") -> Tensor:
-        """owner_E [E] int32 on `device`."""
-        return torch.tensor(self.owners, dtype=torch.int32, device=device)
+    def owner_table(self, device: torch.device | str = "cpu", source: int | None = None) -> Tensor:
+        """owner_E [E] int32 on `device`, seen from `source`; from anywhere by default, as `owners`."""
+        owners = self.owners if source is None else self.owners_from(source)
+        return torch.tensor(owners, dtype=torch.int32, device=device)
 
-    def slot_table(self, device: torch.device | str = "cpu") -> Tensor:
-        """slot_E [E] int32 on `device`."""
-        return torch.tensor(self.slots, dtype=torch.int32, device=device)
+    def slot_table(self, device: torch.device | str = "cpu", source: int | None = None) -> Tensor:
+        """slot_E [E] int32 on `device`, as `owner_table`."""
+        slots = self.slots if source is None else self.slots_from(source)
+        return torch.tensor(slots, dtype=torch.int32, device=device)
+
+    def without(self, gone: Collection[int]) -> "Placement":
+        """The map of the ranks that are left, renumbered in their order, when the ranks `gone` have died.
+
+        A survivor keeps its experts and their slots, so its weights serve as they are. An expert whose homes have all
+        died is in `lost`.
+
+        Raises:
+            InputError: an unknown rank, or nothing is left.
+        """
+        check_gone(gone, self.ranks)
+        number = {rank: i for i, rank in enumerate(r for r in range(self.ranks) if r not in gone)}
+        left = tuple(tuple(number[r] for r in homes if r in number) for homes in self.homes)
+        if not any(left):
+            raise InputError(
+                f"without ranks {sorted(gone)} no expert is left: load the model again"
+            )
+        return Placement(left, len(number), _kind_of(left) if gone else self.kind)
+
+    def to_json(self) -> str:
+        """What `from_json` reads."""
+        return json.dumps({"kind": self.kind, "ranks": self.ranks, "homes": self.homes}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Placement":
+        """The placement of such a text. Raises InputError for anything else."""
+        try:
+            data = json.loads(text)
+            kind, ranks, homes = data["kind"], data["ranks"], data["homes"]
+            placement = cls(tuple(tuple(home) for home in homes), int(ranks), kind)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"this text is no placement as `epmoe balance --json` writes it: {error}"
+            ) from error
+        if kind not in KINDS or (kind != "replicated" and any(len(h) > 1 for h in placement.homes)):
+            raise InputError(f"kind={kind!r} does not fit the homes: choose {', '.join(KINDS)}")
+        return placement
+
+    @cached_property
+    def _slot_of(self) -> list[dict[int, int]]:
+        """By rank: expert -> slot."""
+        held = (self.experts_of(rank) for rank in range(self.ranks))
+        return [{expert: slot for slot, expert in enumerate(mine)} for mine in held]
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ranks:
+            raise InputError(f"rank={rank}: this placement has ranks 0 to {self.ranks - 1}")
+
+    def _refuse_replicas(self, what: str) -> None:
+        expert = next((e for e, homes in enumerate(self.homes) if len(homes) > 1), None)
+        if expert is not None:
+            raise InputError(
+                f"expert {expert} lives on ranks {self.homes[expert]}: its owner depends on the source rank, "
+                f"ask for {what}_from(source)"
+            )
 
 
 def contiguous(experts: int, ranks: int) -> Placement:
     """Neighbouring experts share a rank; the first `experts % ranks` ranks hold one more."""
     _check(experts, ranks)
     share, extra = divmod(experts, ranks)
-    owners = [rank for rank in range(ranks) for _ in range(share + (rank < extra))]
-    return Placement(tuple(owners), ranks, "contiguous")
+    homes = [(rank,) for rank in range(ranks) for _ in range(share + (rank < extra))]
+    return Placement(tuple(homes), ranks, "contiguous")
 
 
 def round_robin(experts: int, ranks: int) -> Placement:
     """Expert e lives on rank e modulo `ranks`: neighbouring (often alike) experts spread out."""
     _check(experts, ranks)
-    return Placement(tuple(e % ranks for e in range(experts)), ranks, "round_robin")
+    return Placement(tuple((e % ranks,) for e in range(experts)), ranks, "round_robin")
 
 
 def explicit(owners: Sequence[int], ranks: int) -> Placement:
     """Any map: owners[e] is the rank of expert e."""
-    return Placement(tuple(int(owner) for owner in owners), ranks, "explicit")
+    return Placement(tuple((int(owner),) for owner in owners), ranks, "explicit")
+
+
+def replicated(homes: Sequence[Sequence[int]], ranks: int) -> Placement:
+    """Any map with replicas: homes[e] are the ranks of expert e, at least one, in any order. Without a second home
+    anywhere it is an explicit map, and its kind says so."""
+    found = tuple(tuple(sorted(int(rank) for rank in held)) for held in homes)
+    empty = next((e for e, held in enumerate(found) if not held), None)
+    if empty is not None:
+        raise InputError(f"expert {empty} is placed nowhere: give it at least one rank")
+    return Placement(found, ranks, _kind_of(found))
+
+
+def check_gone(gone: Collection[object], ranks: int) -> None:
+    """Raise InputError where `gone` names an unknown rank, or all of them."""
+    for rank in gone:
+        if not isinstance(rank, int) or not 0 <= rank < ranks:
+            raise InputError(f"rank {rank!r} cannot be gone: ranks are 0 to {ranks - 1}")
+    if len(set(gone)) == ranks:
+        raise InputError(f"all {ranks} ranks are gone: at least one has to be left")
+
+
+def _serving(homes: tuple[int, ...], source: int, ranks: int, gone: Collection[int]) -> int:
+    """Which home answers `source`: its own replica, or one by turns; `ranks` where none is left."""
+    left = [rank for rank in homes if rank not in gone]
+    if source in left:
+        return source
+    before = source - sum(rank < source for rank in left)  # sources without a replica before this
+    return left[before % len(left)] if left else ranks
+
+
+def _kind_of(homes: tuple[tuple[int, ...], ...]) -> str:
+    return "replicated" if any(len(held) > 1 for held in homes) else "explicit"
 
 
 def _check(experts: int, ranks: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from epmoe.core.capabilities import Capabilities
 from epmoe.core.experts import LoopExperts
 from epmoe.core.layer import LayerSpec
+from epmoe.core.placement import KINDS
 from epmoe.core.registry import Stage
 from epmoe.core.split import Rows, SplitLayer
 
@@ -23,8 +24,8 @@ class AllGather:
 
     def __init__(self, spec: LayerSpec):
         self.group = spec.group
-        self.owner_E = spec.placement.owner_table(spec.device)
-        self.slot_E = spec.placement.slot_table(spec.device)
+        self.tables, (ranks, device) = spec.tables, (spec.group.size, spec.device)
+        self.sources_S1 = torch.arange(ranks, device=device)[:, None]
 
     # --8<-- [start:dispatch]
     def dispatch(
@@ -51,11 +52,16 @@ class AllGather:
 
     # --8<-- [start:slots]
     def _my_slots(self, ids_RK: Tensor) -> Tensor:
-        """Global ids -> slots of this rank, -1 for everything that is not ours (or names no expert)."""
-        real_RK = (ids_RK >= 0) & (ids_RK < len(self.owner_E))
+        """Global ids -> slots of this rank, -1 for everything that is not ours (or names no expert).
+
+        Row block s came from rank s. Where an expert has replicas, s says which of them it means.
+        """
+        tables = self.tables
+        real_RK = (ids_RK >= 0) & (ids_RK < tables.owner_SE.shape[1])
         safe_RK = torch.where(real_RK, ids_RK, 0).long()
-        mine_RK = real_RK & (self.owner_E[safe_RK] == self.group.rank)
-        return torch.where(mine_RK, self.slot_E[safe_RK], -1)
+        asked = self.sources_S1, safe_RK.view(self.group.size, -1)  # [EP, C * K]
+        mine_RK = real_RK & (tables.owner_SE[asked] == self.group.rank).view_as(ids_RK)
+        return torch.where(mine_RK, tables.slot_SE[asked].view_as(ids_RK), -1)
 
     # --8<-- [end:slots]
 
@@ -78,7 +84,7 @@ def _build(spec: LayerSpec) -> SplitLayer[Tensor]:
 
 STAGE = Stage(
     summary="all-gather, loop over the local experts, reduce-scatter",
-    capabilities=Capabilities(deterministic=True),
+    capabilities=Capabilities(placements=KINDS, deterministic=True, maskable=True),
     factory=_build,
     options={},
 )

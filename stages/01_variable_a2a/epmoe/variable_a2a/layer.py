@@ -18,6 +18,7 @@ from epmoe.core.capabilities import Capabilities
 from epmoe.core.experts import LoopExperts
 from epmoe.core.layer import LayerSpec
 from epmoe.core.numerics import sum_in_order
+from epmoe.core.placement import KINDS
 from epmoe.core.registry import Stage
 from epmoe.core.split import Rows, SplitLayer
 
@@ -46,8 +47,7 @@ class VariableAllToAll:
 
     def __init__(self, spec: LayerSpec):
         self.group = spec.group
-        self.owner_E = spec.placement.owner_table(spec.device).long()
-        self.slot_E = spec.placement.slot_table(spec.device)
+        self.owner_E, self.slot_E = spec.tables.owner_E, spec.tables.slot_E
 
     # --8<-- [start:dispatch]
     def dispatch(
@@ -79,7 +79,7 @@ class VariableAllToAll:
     # --8<-- [end:dispatch]
 
     def _owners(self, ids_N: Tensor) -> Tensor:
-        """The owner rank of every assignment; EP, one past the last rank, where the id names no expert."""
+        """The owner rank of every assignment; EP, one past the last rank, where the id names none, or a lost one."""
         real_N = (ids_N >= 0) & (ids_N < len(self.owner_E))
         return torch.where(
             real_N, self.owner_E[torch.where(real_N, ids_N, 0).long()], self.group.size
@@ -88,8 +88,8 @@ class VariableAllToAll:
     # --8<-- [start:counts]
     def _exchange_counts(self, owner_N: Tensor) -> tuple[list[int], list[int]]:
         """Rows to and from every rank. The host waits here: it cannot post an exchange of unknown size."""
-        send = owner_N.new_zeros(self.group.size + 1)
-        send.index_add_(0, owner_N, torch.ones_like(owner_N))
+        send = owner_N.new_zeros(self.group.size + 1, dtype=torch.int64)
+        send.index_add_(0, owner_N, torch.ones_like(owner_N, dtype=torch.int64))
         send = send[:-1].contiguous()
         recv = torch.empty_like(send)
         self.group.all_to_all(recv, send)
@@ -124,7 +124,7 @@ def _build(spec: LayerSpec) -> SplitLayer[Way]:
 
 STAGE = Stage(
     summary="counts, host read-back, variable-split all-to-alls",
-    capabilities=Capabilities(deterministic=True),
+    capabilities=Capabilities(placements=KINDS, deterministic=True, maskable=True),
     factory=_build,
     options={},
 )

@@ -25,8 +25,7 @@ class FixedCapacity:
     def __init__(self, spec: LayerSpec, workspace: Workspace):
         self.group, self.workspace = spec.group, workspace
         self.layout = RowLayout(spec.shape.hidden, spec.shape.topk, spec.dtype)
-        self.owner_E = spec.placement.owner_table(spec.device)
-        self.slot_E = spec.placement.slot_table(spec.device)
+        self.owner_E, self.slot_E = spec.tables.owner_E, spec.tables.slot_E
         self.ranks_D11 = torch.arange(self.group.size, device=spec.device)[:, None, None]
         self.capacity = spec.max_tokens_per_rank
         for buffer in self._buffers(self.capacity):  # made now, outside of any graph capture

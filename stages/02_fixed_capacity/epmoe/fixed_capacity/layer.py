@@ -22,6 +22,7 @@ its bits. A stage declares for all devices, so `batch_invariant` stays False.
 from epmoe.core.capabilities import Capabilities
 from epmoe.core.errors import InputError
 from epmoe.core.layer import LayerSpec
+from epmoe.core.placement import KINDS
 from epmoe.core.registry import Stage
 from epmoe.core.split import SplitLayer
 from epmoe.core.workspace import Workspace
@@ -61,8 +62,10 @@ STAGE = Stage(
     summary="static shapes: one packed all-to-all out, one back, no host sync",
     capabilities=Capabilities(
         transports=("single", "gloo", "nccl", "loopback"),
+        placements=KINDS,
         graph_capturable=True,
         deterministic=True,
+        maskable=True,
     ),
     factory=FixedCapacityLayer,
     options={

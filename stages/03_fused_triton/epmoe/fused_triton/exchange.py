@@ -21,8 +21,7 @@ class FusedExchange:
         self.layout = RowLayout(spec.shape.hidden, spec.shape.topk, spec.dtype)
         self.rule = spec.shape.router
         self.ring = bool(spec.options.get("ring"))
-        self.owner_E = spec.placement.owner_table(spec.device)
-        self.slot_E = spec.placement.slot_table(spec.device)
+        self.owner_E, self.slot_E = spec.tables.owner_E, spec.tables.slot_E
         self.capacity = spec.max_tokens_per_rank
         self._buffers(self.capacity)  # made now, outside of any graph capture
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from epmoe.core.capabilities import Capabilities
 from epmoe.core.errors import InputError
 from epmoe.core.layer import LayerSpec
+from epmoe.core.placement import KINDS
 from epmoe.core.registry import Stage
 from epmoe.core.split import SplitLayer
 from epmoe.core.workspace import Workspace
@@ -64,6 +65,7 @@ class FusedTritonLayer(SplitLayer[Tensor]):
     ) -> Tensor:
         """As in `MoELayer`, with the router inside the pack kernel where one round will do."""
         fused = {"router", "pack"} <= self.fusions and not self.spec.check
+        fused = fused and self.spec.lost == "drop"  # else weights change between router and pack
         if not fused or not self._one_round(len(x_TH), max_tokens):
             return super().from_logits(x_TH, logits_TE, bias_E, max_tokens=max_tokens)
         ids_TK = torch.empty(len(x_TH), self.spec.shape.topk, dtype=torch.int32, device=x_TH.device)
@@ -102,9 +104,11 @@ STAGE = Stage(
     summary="the same two exchanges; everything around them in fused Triton kernels",
     capabilities=Capabilities(
         transports=("single", "gloo", "nccl", "loopback"),
+        placements=KINDS,
         min_arch=(8, 0),
         graph_capturable=True,
         deterministic=True,
+        maskable=True,
         max_topk=32,
         max_experts=1024,
         interpreted_on_cpu=True,
