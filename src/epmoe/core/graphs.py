@@ -14,6 +14,7 @@ from torch import Tensor
 from epmoe.core.checks import problem_with_call
 from epmoe.core.errors import CapacityError, InputError, NotCapturableError
 from epmoe.core.layer import MoELayer
+from epmoe.core.phases import phase
 
 WARMUP_CALLS = 2  # before a capture, on its stream: libraries allocate and kernels compile outside of the graph
 
@@ -71,7 +72,8 @@ class GraphedCall:
         self.ids_TK[:count] = topk_ids_TK
         self.ids_TK[count:] = -1
         self.weights_TK[:count] = topk_weights_TK
-        self.graph.replay()
+        with phase("replay"):
+            self.graph.replay()
         return self.y_TH[:count].clone()
 
     def close(self) -> None:

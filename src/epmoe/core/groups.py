@@ -2,7 +2,8 @@
 
 Two planes, so that what a layer costs can be told apart from what its set-up costs:
 
-* data plane: `all_gather`, `reduce_scatter`, `all_to_all` on tensors of `group.device`; every call is in the ledger;
+* data plane: `all_gather`, `reduce_scatter`, `all_to_all` on tensors of `group.device`; every call is in the ledger
+  and a phase (`phases`);
 * control plane: `barrier`, `all_gather_ints`, `all_gather_objects` on host values; never in the ledger, and never
   on the CUDA stream where the group has a gloo side.
 """
@@ -10,6 +11,7 @@ Two planes, so that what a layer costs can be told apart from what its set-up co
 import os
 import pickle
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from epmoe.core import exchange_checks as checks
-from epmoe.core import gpu_sharing, ledger
+from epmoe.core import gpu_sharing, ledger, phases
 from epmoe.core import process_groups as pgs
 from epmoe.core.errors import DisagreementError, InputError, UnsupportedError
 from epmoe.core.exchange_checks import Counts
@@ -55,16 +57,16 @@ class EPGroup:
         problem = checks.misfit("all_gather", out, x, self.device)
         problem = problem or checks.blocks("all_gather", out, x, self.size)
         self._agree("all_gather", x, problem, rows=tuple(x.shape[:1]))
-        self._record("all_gather", x, (self.size - 1) * x.nbytes)
-        pgs.all_gather(out, x, self.process_group)
+        with self._exchange("all_gather", x, (self.size - 1) * x.nbytes):
+            pgs.all_gather(out, x, self.process_group)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """out [n, ...] = the sum over ranks of their block `rank` of x [size*n, ...], taken in x's dtype."""
         problem = checks.misfit("reduce_scatter", x, out, self.device) or checks.unsummable(x)
         problem = problem or checks.blocks("reduce_scatter", x, out, self.size)
         self._agree("reduce_scatter", x, problem, rows=tuple(x.shape[:1]))
-        self._record("reduce_scatter", x, x.nbytes - x.nbytes // self.size)
-        pgs.reduce_scatter(out, x, self.process_group)
+        with self._exchange("reduce_scatter", x, x.nbytes - x.nbytes // self.size):
+            pgs.reduce_scatter(out, x, self.process_group)
 
     def all_to_all(
         self,
@@ -83,8 +85,9 @@ class EPGroup:
         problem = problem or checks.miscount(out, x, recv, send, self.size)
         self._agree("all_to_all", x, problem, None if send else tuple(x.shape[:1]), recv, send)
         kept = x.shape[0] // self.size if send is None else send[self.rank]
-        self._record("all_to_all", x, x.nbytes - kept * (x.nbytes // max(1, x.shape[0])))
-        pgs.all_to_all(out, x, recv, send, self.process_group)
+        sent = x.nbytes - kept * (x.nbytes // max(1, x.shape[0]))
+        with self._exchange("all_to_all", x, sent):
+            pgs.all_to_all(out, x, recv, send, self.process_group)
 
     # ---- control plane
 
@@ -161,9 +164,13 @@ class EPGroup:
 
     # ---- helpers
 
-    def _record(self, name: str, x: torch.Tensor, wire_bytes: int) -> None:
+    def _exchange(
+        self, name: str, x: torch.Tensor, wire_bytes: int
+    ) -> AbstractContextManager[None]:
+        """Around every data-plane exchange: it is in the ledger, and a phase."""
         self._operations[0] += 1
         ledger.record_collective(name, buffer_bytes=x.nbytes, wire_bytes=wire_bytes)
+        return phases.phase("exchange", op=name, wire_bytes=wire_bytes)
 
     def _gather_control(self, mine: torch.Tensor) -> torch.Tensor:
         """[n] on the host -> [size, n] on the host."""

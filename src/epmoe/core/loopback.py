@@ -66,10 +66,11 @@ class LoopbackGroup(EPGroup):
             raise InputError(
                 "a loopback group has no peers to count rows with: choose a stage of fixed shapes"
             )
-        self._record("all_to_all", x, x.nbytes - x.nbytes // self.size)
-        if x.dtype != torch.uint8:
-            out.copy_(x)
-            return
+        with self._exchange("all_to_all", x, x.nbytes - x.nbytes // self.size):
+            out.copy_(x if x.dtype != torch.uint8 else self._received(x))
+
+    def _received(self, x: Tensor) -> Tensor:
+        """What the peers sent of rows packed as x [EP, C, B]; while recording, with x as its source's part."""
         capacity = x.shape[1]
         inbox = self._inbox.get(capacity)
         if self._recording is not None:
@@ -81,7 +82,7 @@ class LoopbackGroup(EPGroup):
                 f"nothing was recorded for {capacity} tokens per rank in rows of {x.shape[2]} bytes: "
                 "call record_peers first"
             )
-        out.copy_(inbox)
+        return inbox
 
     def all_gather(self, out, x) -> None:
         """Not offered: the reference's exchange has no fixed peers to play."""

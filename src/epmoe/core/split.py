@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 
 from epmoe.core.layer import LayerSpec, MoELayer
+from epmoe.core.phases import phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +73,12 @@ class SplitLayer(MoELayer, Generic[State]):
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
     ) -> Tensor:
         # --8<-- [start:forward]
-        rows, state = self.exchange.dispatch(x_TH, topk_ids_TK, topk_weights_TK, capacity)
-        y_RH = self.experts(rows)
-        return self.exchange.combine(y_RH, state)
+        with phase("dispatch"):
+            rows, state = self.exchange.dispatch(x_TH, topk_ids_TK, topk_weights_TK, capacity)
+        with phase("experts", rows=len(rows.x_RH)):
+            y_RH = self.experts(rows)
+        with phase("combine"):
+            return self.exchange.combine(y_RH, state)
         # --8<-- [end:forward]
 
     def close(self) -> None:
