@@ -24,9 +24,7 @@ from epmoe.core.capabilities import Capabilities
 from epmoe.core.checks import bad_id, check_spec, problem_with_call, problem_with_mask
 from epmoe.core.errors import InputError, NotCapturableError
 from epmoe.core.groups import EPGroup
-from epmoe.core.phases import phase, phased
 from epmoe.core.layer_spec import LayerSpec
-from epmoe.core.phases import phase, phased
 from epmoe.core.placement import Placement
 from epmoe.core.rounds import plan_rounds
 from epmoe.core.routing import route
@@ -49,7 +47,6 @@ class MoELayer(ABC):
     def capabilities(self) -> Capabilities:
         return registry.load(self.spec.stage).capabilities_with(self.spec.options)
 
-    @phased("call")
     def __call__(
         self,
         x_TH: Tensor,
@@ -80,9 +77,9 @@ class MoELayer(ABC):
             topk_ids_TK = topk_ids_TK.clamp(-1, self.spec.shape.experts).to(torch.int32)
         rounds = plan_rounds(self.spec, len(x_TH), max_tokens, _capturing(self.spec.device))
         with torch.no_grad():
-            if rounds.count == 1:
             if self.spec.lost == "renormalise":
                 topk_weights_TK = self.spec.tables.renormalise(topk_ids_TK, topk_weights_TK)
+            if rounds.count == 1:
                 return self.forward(x_TH, topk_ids_TK, topk_weights_TK, rounds.capacity)
             # whole from the start: parts and their concatenation would hold a long prompt twice
             y_TH = x_TH.new_empty(x_TH.shape)
@@ -105,8 +102,7 @@ class MoELayer(ABC):
         Args as in `__call__` and `epmoe.core.routing.route`. Collective.
         """
         shape = self.spec.shape
-        with phase("route"):
-            ids_TK, weights_TK = route(logits_TE, shape.router, shape.topk, bias_E)
+        ids_TK, weights_TK = route(logits_TE, shape.router, shape.topk, bias_E)
         return self(x_TH, ids_TK, weights_TK, max_tokens=max_tokens)
 
     @abstractmethod
@@ -118,8 +114,6 @@ class MoELayer(ABC):
         Arguments are checked, ids are int32, T <= capacity <= C, and capacity is the same on all ranks.
         """
 
-    def warmup(self) -> None:
-        """Run once with no tokens and once with C, so that nothing is compiled or allocated later. Collective."""
     def mask_ranks(self, gone: Collection[int]) -> None:
         """From the next call on the ranks `gone` hold no expert; () takes them all back. For a group that still lives.
 
@@ -138,6 +132,8 @@ class MoELayer(ABC):
             raise problem
         self.spec.tables.mask(gone)
 
+    def warmup(self) -> None:
+        """Run once with no tokens and once with C, so that nothing is compiled or allocated later. Collective."""
         shape, device = self.spec.shape, self.spec.device
         for tokens in (0, self.spec.max_tokens_per_rank):
             x_TH = torch.zeros(tokens, shape.hidden, dtype=self.spec.dtype, device=device)
@@ -157,9 +153,9 @@ class MoELayer(ABC):
             "shape": spec.shape.name,
             "ranks": spec.group.size,
             "placement": spec.placement.kind,
+            "gone": list(spec.tables.gone),
             "dtype": str(spec.dtype).removeprefix("torch."),
             "device": spec.device.type,
-            "gone": list(spec.tables.gone),
             "transport": spec.group.transport,
             "max_tokens_per_rank": spec.max_tokens_per_rank,
         }
@@ -204,9 +200,9 @@ def build(
     *,
     check: bool | None = None,
     overflow: str | None = None,
+    lost: str = "drop",
     **options: object,
 ) -> MoELayer:
-    lost: str = "drop",
     """Build a layer. Collective: all ranks call it with the same stage, shape, placement, capacity and options.
 
     Args:
@@ -218,11 +214,11 @@ def build(
         max_tokens_per_rank: C, the tokens of a rank that the layer holds at once.
         check: compare arguments across ranks at every call; EPMOE_CHECK=1 by default.
         overflow: "raise" or "rounds" for calls with more than C tokens; the stage's own default.
-        options: the stage's own; an unknown one is refused with the list.
-
         lost: "drop" or "renormalise": what becomes of assignments to experts that no rank holds (any more), because of
             `mask_ranks` or `Placement.without`: they contribute zero, or a token's remaining weights are scaled to add
             up to what all of them did (zeros where none remains).
+        options: the stage's own; an unknown one is refused with the list.
+
     Raises:
         InputError: the same on every rank, before any data moves.
     """
@@ -238,23 +234,23 @@ def build(
             max_tokens_per_rank=max_tokens_per_rank,
             check=check,
             overflow=overflow or registry.load(stage).overflow,
+            lost=lost,
             options=options,
         )
-            lost=lost,
         check_spec(spec)
     except InputError as error:
         problem = error
     fingerprint = {
         "stage": spec.stage if spec else stage,
         "shape": shape,
-        "placement": placement.owners,
+        "placement": placement,
         "dtype": weights.dtype,
         "max_tokens_per_rank": max_tokens_per_rank,
         "check": check,
         "overflow": overflow,
+        "lost": lost,
         "options": sorted((name, repr(value)) for name, value in options.items()),
     }
-        "lost": lost,
     agree(group, fingerprint, problem)
     assert spec is not None
     return registry.load(spec.stage).factory(spec)
