@@ -25,6 +25,7 @@ from epmoe.core.checks import bad_id, check_spec, problem_with_call, problem_wit
 from epmoe.core.errors import InputError, NotCapturableError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.phases import phase, phased
 from epmoe.core.placement import Placement
 from epmoe.core.rounds import plan_rounds
 from epmoe.core.routing import route
@@ -47,6 +48,7 @@ class MoELayer(ABC):
     def capabilities(self) -> Capabilities:
         return registry.load(self.spec.stage).capabilities_with(self.spec.options)
 
+    @phased("call")
     def __call__(
         self,
         x_TH: Tensor,
@@ -102,7 +104,8 @@ class MoELayer(ABC):
         Args as in `__call__` and `epmoe.core.routing.route`. Collective.
         """
         shape = self.spec.shape
-        ids_TK, weights_TK = route(logits_TE, shape.router, shape.topk, bias_E)
+        with phase("route"):
+            ids_TK, weights_TK = route(logits_TE, shape.router, shape.topk, bias_E)
         return self(x_TH, ids_TK, weights_TK, max_tokens=max_tokens)
 
     @abstractmethod
