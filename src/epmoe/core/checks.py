@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from epmoe.core import registry
-from epmoe.core.capabilities import Spec
+from epmoe.core import choosing, registry
 from epmoe.core.errors import CapacityError, InputError, UnsupportedError
 from epmoe.core.placement import check_gone
 
@@ -42,7 +41,8 @@ def check_spec(spec: "LayerSpec") -> None:
         raise InputError(f"overflow={spec.overflow!r}: choose 'raise' or 'rounds'")
     if spec.lost not in ("drop", "renormalise"):
         raise InputError(f"lost={spec.lost!r}: choose 'drop' or 'renormalise'")
-    _check_stage(spec)
+    if spec.stage != choosing.AUTO:
+        _check_stage(spec)
 
 
 def problem_with_mask(
@@ -70,24 +70,9 @@ def _check_stage(spec: "LayerSpec") -> None:
         raise InputError(
             f"{spec.stage} has no option {', '.join(unknown)}: its options are {known}"
         )
-    reasons = stage.capabilities.reasons_against(_needs(spec))
+    reasons = choosing.reasons_against(stage, choosing.needs(spec), spec.options)
     if reasons:
         raise UnsupportedError(f"{spec.stage} cannot serve this layer: {'; '.join(reasons)}")
-
-
-def _needs(spec: "LayerSpec") -> Spec:
-    on_gpu = spec.device.type == "cuda"
-    return Spec(
-        dtype=spec.dtype,
-        device=spec.device.type,
-        arch=torch.cuda.get_device_capability(spec.device) if on_gpu else None,
-        transport=spec.group.transport,
-        placement=spec.placement.kind,
-        tokens=spec.max_tokens_per_rank,
-        topk=spec.shape.topk,
-        experts=spec.shape.experts,
-        maskable=bool(spec.placement.lost),
-    )
 
 
 def problem_with_call(

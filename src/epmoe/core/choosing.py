@@ -7,7 +7,10 @@ that the order would take was part of it and lost by more than `LEAST_EFFECT`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from epmoe.core import measured, registry
 from epmoe.core.agreement import agree
@@ -16,7 +19,11 @@ from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.measured import Comparison
 from epmoe.core.memory import in_words
+from epmoe.core.own_file import device_name
 from epmoe.core.registry import Stage
+
+if TYPE_CHECKING:
+    from epmoe.core.layer_spec import LayerSpec
 
 AUTO = "auto"
 LADDER_ORDER = "ladder order"
@@ -81,9 +88,13 @@ def select(
 def select_together(group: EPGroup, spec: Spec) -> Selection:
     """`select` for a group: the same choice on all ranks. Collective.
 
-    A candidate must be able on every rank, whatever GPUs and packages they have. Measurements are rank 0's.
+    A candidate must be able on every rank, whatever GPUs and packages they have. Measurements are rank 0's: files of
+    others may say something else, and nobody reads them.
+
+    Raises:
+        UnsupportedError, InputError: as in `select`, the same on every rank.
     """
-    problem, found, verdicts = None, None, {}
+    found, verdicts, problem = None, {}, None
     try:
         verdicts = judge(spec, candidates())
         if group.rank == 0:
@@ -92,7 +103,47 @@ def select_together(group: EPGroup, spec: Spec) -> Selection:
         problem = error
     agree(group, {}, problem)
     everyone = group.all_gather_objects((verdicts, found))
-    return _choose(spec, merge([one for one, _ in everyone]), everyone[0][1])
+    selection = _choose(spec, merge([one for one, _ in everyone]), everyone[0][1])
+    agree(group, {"chosen stage": selection.chosen, "its options": selection.options}, None)
+    return selection
+
+
+def settle(spec: "LayerSpec", overflow: str | None) -> "LayerSpec":
+    """What `build("auto", ...)` builds: the spec with a stage, its options and how it was chosen. Collective."""
+    selection = select_together(spec.group, needs(spec))
+    return replace(
+        spec,
+        stage=selection.chosen,
+        options={**selection.options, **spec.options},
+        overflow=overflow or overflow_of(selection.chosen),
+        chosen_by=selection.by,
+    )
+
+
+def overflow_of(stage: str) -> str:
+    """What a stage does by default with too many tokens; before "auto" is settled, what any stage can."""
+    return "raise" if stage == AUTO else registry.load(stage).overflow
+
+
+def needs(spec: "LayerSpec") -> Spec:
+    """What a layer asks of its stage."""
+    on_gpu = spec.device.type == "cuda"
+    wishes = asdict(spec.wishes)
+    wishes["maskable"] |= bool(spec.placement.lost)
+    return Spec(
+        **wishes,
+        dtype=spec.dtype,
+        device=spec.device.type,
+        device_name=device_name(spec.device),
+        arch=torch.cuda.get_device_capability(spec.device) if on_gpu else None,
+        transport=spec.group.transport,
+        placement=spec.placement.kind,
+        tokens=spec.max_tokens_per_rank,
+        ranks=spec.group.size,
+        shape=spec.shape,
+        local_experts=max(spec.placement.counts()),
+        options=spec.options,
+    )
 
 
 def candidates() -> dict[str, Stage | UnsupportedError]:

@@ -18,9 +18,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from epmoe.core import ledger, registry
+from epmoe.core import choosing, ledger, registry
 from epmoe.core.agreement import agree
-from epmoe.core.capabilities import Capabilities
+from epmoe.core.capabilities import Capabilities, Wishes
 from epmoe.core.checks import bad_id, check_spec, problem_with_call, problem_with_mask
 from epmoe.core.errors import InputError, NotCapturableError
 from epmoe.core.groups import EPGroup
@@ -108,6 +108,11 @@ class MoELayer(ABC):
             ids_TK, weights_TK = route(logits_TE, shape.router, shape.topk, bias_E)
         return self(x_TH, ids_TK, weights_TK, max_tokens=max_tokens)
 
+    @property
+    def has_router(self) -> bool:
+        """Whether `from_logits` routes by itself, faster than `route` and a call."""
+        return False
+
     @abstractmethod
     def forward(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
@@ -153,6 +158,7 @@ class MoELayer(ABC):
         spec = self.spec
         return {
             "stage": spec.stage,
+            "chosen_by": spec.chosen_by,
             "shape": spec.shape.name,
             "ranks": spec.group.size,
             "placement": spec.placement.kind,
@@ -204,12 +210,14 @@ def build(
     check: bool | None = None,
     overflow: str | None = None,
     lost: str = "drop",
+    wishes: Wishes | None = None,
     **options: object,
 ) -> MoELayer:
     """Build a layer. Collective: all ranks call it with the same stage, shape, placement, capacity and options.
 
     Args:
-        stage: a registered name, its bare name or its number.
+        stage: a registered name, its bare name or its number; or "auto", for what `choosing.select` takes:
+            `describe()["chosen_by"]` says by what.
         shape: sizes of the layer.
         weights: this rank's experts, in slot order (`placement.experts_of(group.rank)`).
         placement: which rank owns which expert.
@@ -220,6 +228,7 @@ def build(
         lost: "drop" or "renormalise": what becomes of assignments to experts that no rank holds (any more), because of
             `mask_ranks` or `Placement.without`: they contribute zero, or a token's remaining weights are scaled to add
             up to what all of them did (zeros where none remains).
+        wishes: what else the layer must be able to do; a stage that cannot is refused with the reasons.
         options: the stage's own; an unknown one is refused with the list.
 
     Raises:
@@ -229,16 +238,17 @@ def build(
     spec, problem = None, None
     try:
         spec = LayerSpec(
-            stage=registry.resolve(stage),
+            stage=stage if stage == choosing.AUTO else registry.resolve(stage),
             shape=shape,
             weights=weights,
             placement=placement,
             group=group,
             max_tokens_per_rank=max_tokens_per_rank,
             check=check,
-            overflow=overflow or registry.load(stage).overflow,
+            overflow=overflow or choosing.overflow_of(stage),
             lost=lost,
             options=options,
+            wishes=wishes or Wishes(),
         )
         check_spec(spec)
     except InputError as error:
@@ -253,9 +263,12 @@ def build(
         "overflow": overflow,
         "lost": lost,
         "options": sorted((name, repr(value)) for name, value in options.items()),
+        "wishes": wishes,
     }
     agree(group, fingerprint, problem)
     assert spec is not None
+    if spec.stage == choosing.AUTO:
+        spec = choosing.settle(spec, overflow)
     return registry.load(spec.stage).factory(spec)
 
 

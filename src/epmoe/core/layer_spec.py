@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from epmoe.core.capabilities import Wishes
 from epmoe.core.expert_tables import ExpertTables
 from epmoe.core.groups import EPGroup
 from epmoe.core.placement import Placement
@@ -30,6 +31,8 @@ class LayerSpec:
         overflow: what a call with more than C tokens does, "raise" or "rounds".
         lost: what becomes of assignments to experts that nobody holds any more, "drop" or "renormalise".
         options: the stage's own keyword options.
+        wishes: what else the layer must be able to do.
+        chosen_by: how the stage was chosen: "name", "ladder order" or "measured: ...".
     """
 
     stage: str
@@ -42,6 +45,8 @@ class LayerSpec:
     overflow: str = "raise"
     lost: str = "drop"
     options: Mapping[str, object] = field(default_factory=dict)
+    wishes: Wishes = field(default_factory=Wishes)
+    chosen_by: str = "name"
 
     @property
     def device(self) -> torch.device:
