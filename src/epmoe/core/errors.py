@@ -25,6 +25,10 @@ class UnsupportedError(InputError):
     """A stage cannot do what was asked here (device, dtype, transport, placement). The message lists every reason."""
 
 
+class ContractError(InputError):
+    """A part of a split layer broke a promise of `epmoe.core.contract`. The message names the promise."""
+
+
 class NotCapturableError(EpmoeError, RuntimeError):
     """A stage that waits for the host was called while a CUDA graph was being captured."""
 

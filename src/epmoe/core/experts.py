@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from epmoe.core import ledger
+from epmoe.core.capabilities import Capabilities
 from epmoe.core.numerics import matmul_float32, sum_in_order, swiglu
-from epmoe.core.split import Rows
+from epmoe.core.parts import ExpertsPart
+from epmoe.core.split import Experts, Rows
 from epmoe.core.weights import ExpertWeights
 
 
-class LoopExperts:
+class LoopExperts(Experts):
     """Experts one after the other, over rows sorted by expert."""
 
     def __init__(self, weights: ExpertWeights):
@@ -65,3 +67,11 @@ def weigh_and_sum(f_NH: Tensor, rows: Rows) -> Tensor:
 
 
 # --8<-- [end:weigh]
+
+
+EXPERTS = ExpertsPart(
+    name="loop",
+    summary="loop over the local experts",
+    capabilities=Capabilities(deterministic=True),
+    factory=lambda spec, workspace, delivers: LoopExperts(spec.weights),
+)

@@ -5,22 +5,26 @@ A stage of this repository is registered under its folder's name (`01_variable_a
 
     [project.entry-points."epmoe.stages"]
     my_stage = "my_package.layer:STAGE"
+
+A pair `exchange+experts` of registered parts (see `epmoe.core.parts`) is a stage under that name, everywhere.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from epmoe.core.capabilities import Capabilities
 from epmoe.core.errors import InputError, UnsupportedError
+from epmoe.core.parts import ExchangePart, ExpertsPart
 
 if TYPE_CHECKING:
     from epmoe.core.layer import LayerSpec, MoELayer
     from epmoe.core.memory import LayerSize, Memory
     from epmoe.core.tune import Tuner
 
-GROUP = "epmoe.stages"
+STAGES, EXCHANGES, EXPERTS = "epmoe.stages", "epmoe.exchanges", "epmoe.experts"
+JOINT = "+"  # between the names of a pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,7 @@ class Stage:
         overflow: what calls with more than max_tokens_per_rank tokens do by default, "raise" or "rounds".
         memory: bytes of buffers for layers of a size, with the default options; None where nobody worked them out.
         grants: capability -> the options that switch it on.
+        parts: what it is composed of, None for a layer that is written whole.
     """
 
     summary: str
@@ -46,6 +51,7 @@ class Stage:
     tuner: "Tuner | None" = None
     memory: "Callable[[LayerSize], Memory] | None" = None
     grants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    parts: tuple[ExchangePart, ExpertsPart] | None = None
 
     def capabilities_with(self, options: Mapping[str, object]) -> Capabilities:
         """Of a layer that is built with these options."""
@@ -57,48 +63,129 @@ class Stage:
         return replace(self.capabilities, **granted)
 
 
+_KINDS = {
+    STAGES: ("stage", Stage),
+    EXCHANGES: ("exchange", ExchangePart),
+    EXPERTS: ("experts", ExpertsPart),
+}
+
+
 def names() -> list[str]:
-    """Registered stages in ladder order: numbered ones first, then others by name."""
-    return sorted(_entries(), key=lambda name: (not name[:1].isdigit(), name))
+    """Registered stages in ladder order: numbered ones first, then others by name. Pairs are in `pairs`."""
+    return sorted(_entries(STAGES), key=lambda name: (not name[:1].isdigit(), name))
+
+
+def exchanges() -> list[str]:
+    """Names of the registered exchanges."""
+    return sorted(_entries(EXCHANGES))
+
+
+def experts() -> list[str]:
+    """Names of the registered experts."""
+    return sorted(_entries(EXPERTS))
+
+
+def pairs() -> list[str]:
+    """Every pair of registered parts that fit, by name, but for those that are stages already. Imports them all."""
+    from epmoe.core.compose import reasons_against_pair
+
+    stages = [stage for stage in loaded(STAGES).values() if isinstance(stage, Stage)]
+    taken = [tuple(part.name for part in stage.parts) for stage in stages if stage.parts]
+    return [
+        f"{exchange.name}{JOINT}{some.name}"
+        for exchange in loaded(EXCHANGES).values()
+        for some in loaded(EXPERTS).values()
+        if isinstance(exchange, ExchangePart)
+        and isinstance(some, ExpertsPart)
+        and (exchange.name, some.name) not in taken
+        and not reasons_against_pair(exchange, some)
+    ]
 
 
 def resolve(name: str) -> str:
-    """The registered name for `name`, which may also be the bare name or the number. Raises InputError."""
+    """The registered name for `name`, which may also be a bare name, a number or a pair. Raises InputError."""
+    if JOINT in name:
+        exchange, _, some = name.partition(JOINT)
+        _known(EXCHANGES, exchange)
+        _known(EXPERTS, some)
+        return name
     registered = names()
     matches = [r for r in registered if name in (r, *_aliases(r))]
     if len(matches) != 1:
         what = f"several stages ({', '.join(matches)})" if matches else "no stage"
-        raise InputError(f"{what} called {name!r}: choose one of {', '.join(registered)}")
+        raise InputError(
+            f"{what} called {name!r}: choose one of {', '.join(registered)}, or a pair {_pairs_in_words()}"
+        )
     return matches[0]
 
 
 def load(name: str) -> Stage:
-    """Import a stage. Raises InputError for an unknown name, UnsupportedError when its package cannot be imported."""
+    """Import a stage, or the two parts of a pair.
+
+    Raises:
+        InputError: an unknown name.
+        UnsupportedError: its package cannot be imported, or the parts do not fit; says why.
+    """
     registered = resolve(name)
-    try:
-        stage = _entries()[registered].load()
-    except Exception as error:
-        raise UnsupportedError(f"stage {registered} cannot be imported: {error!r}") from error
-    if not isinstance(stage, Stage):
-        raise UnsupportedError(
-            f"entry point {registered} is a {type(stage).__name__}: expected a Stage"
-        )
-    return stage
+    if JOINT not in registered:
+        return _load(STAGES, registered)
+    from epmoe.core.compose import compose
+
+    exchange, _, some = registered.partition(JOINT)
+    return compose(_load(EXCHANGES, exchange), _load(EXPERTS, some))
 
 
-def all_capabilities() -> dict[str, Capabilities]:
-    """Capabilities of every stage that can be imported here, in ladder order."""
-    found = {}
-    for name in names():
+def loaded(group: str) -> dict[str, Any]:
+    """Everything in one group of entry points by name: what it names, or the UnsupportedError that says why not."""
+    ordered = names() if group == STAGES else sorted(_entries(group))
+    found: dict[str, Any] = {}
+    for name in ordered:
         try:
-            found[name] = load(name).capabilities
-        except UnsupportedError:
-            continue  # `epmoe stages` lists it with the reason
+            found[name] = _load(group, name)
+        except UnsupportedError as error:
+            found[name] = error
     return found
 
 
-def _entries() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+def all_capabilities() -> dict[str, Capabilities]:
+    """Capabilities of every stage that can be imported here, in ladder order; `epmoe stages` says why not the rest."""
+    return {
+        name: stage.capabilities
+        for name, stage in loaded(STAGES).items()
+        if isinstance(stage, Stage)
+    }
+
+
+def _load(group: str, name: str) -> Any:
+    """What the entry point of that name stands for. Raises UnsupportedError."""
+    word, kind = _KINDS[group]
+    try:
+        thing = _entries(group)[name].load()
+    except Exception as error:
+        raise UnsupportedError(f"{word} {name} cannot be imported: {error!r}") from error
+    if not isinstance(thing, kind):
+        raise UnsupportedError(
+            f"entry point {name} of {group} is a {type(thing).__name__}: expected {kind.__name__}"
+        )
+    if isinstance(thing, ExchangePart | ExpertsPart) and thing.name != name:
+        raise UnsupportedError(
+            f"entry point {name} of {group} calls itself {thing.name!r}: give both one name"
+        )
+    return thing
+
+
+def _known(group: str, name: str) -> None:
+    if name not in _entries(group):
+        word, _ = _KINDS[group]
+        raise InputError(f"no {word} called {name!r}: a pair is {_pairs_in_words()}")
+
+
+def _pairs_in_words() -> str:
+    return f"exchange{JOINT}experts of {', '.join(exchanges())} and {', '.join(experts())}"
+
+
+def _entries(group: str) -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=group)}
 
 
 def _aliases(registered: str) -> tuple[str, ...]:

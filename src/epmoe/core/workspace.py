@@ -8,6 +8,7 @@ Buffers are made when a layer is built, outside of any CUDA graph capture: a buf
 die with that graph. Graphs that were captured over one workspace must be replayed one at a time.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,10 @@ import torch
 from torch import Tensor
 
 from epmoe.core.errors import InputError
+
+OPTION = {
+    "workspace": "an epmoe.core.workspace.Workspace that several layers share; default: a private one"
+}
 
 Key = tuple[str, tuple[int, ...], torch.dtype, torch.device]
 
@@ -55,6 +60,8 @@ class Workspace:
 
     def leave(self, device: torch.device) -> None:
         """A call has queued all its work on the current stream."""
+        if not self._buffers:
+            return  # nothing that another stream could meet
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(device)
             self._last = (stream, stream.record_event())
@@ -63,3 +70,13 @@ class Workspace:
         """Let the buffers go."""
         self._buffers.clear()
         self._last = None
+
+
+def of_options(options: Mapping[str, object]) -> tuple[Workspace, bool]:
+    """The workspace that a layer is to use, and whether it is the layer's own. Raises InputError for something else."""
+    shared = options.get("workspace")
+    if shared is None:
+        return Workspace(), True
+    if not isinstance(shared, Workspace):
+        raise InputError(f"workspace={shared!r}: give an epmoe.core.workspace.Workspace")
+    return shared, False

@@ -12,10 +12,10 @@ from epmoe.core.groups import EPGroup
 from epmoe.core.layer import LayerSpec
 from epmoe.core.loopback import LoopbackGroup
 from epmoe.core.shape import MoEShape
+from epmoe.core.split import SplitLayer
 from epmoe.core.verify import bring, build_case, differ
 from epmoe.core.workspace import Workspace
 from epmoe.fixed_capacity.exchange import FixedCapacity
-from epmoe.fixed_capacity.layer import FixedCapacityLayer
 
 STAGE = Path(__file__).parents[1].name
 SHAPE = MoEShape(hidden=5, intermediate=4, experts=8, topk=3)
@@ -100,9 +100,9 @@ def test_only_the_flag_1_makes_a_row_a_token():
 # ---- over real ranks
 
 
-def built(group: EPGroup, case: Case) -> FixedCapacityLayer:
+def built(group: EPGroup, case: Case) -> SplitLayer:
     layer = build_case(group, case)
-    assert isinstance(layer, FixedCapacityLayer)
+    assert isinstance(layer, SplitLayer)
     return layer
 
 

@@ -55,7 +55,9 @@ def _stage_router(stage: str, shape: MoEShape) -> tuple[Router, str]:
 
 def _kernel_of(stage: str) -> Callable | None:
     """`kernels.route_tokens` of the stage's package, None where there is none."""
-    package = registry.load(stage).factory.__module__.rsplit(".", 1)[0]
+    found = registry.load(stage)
+    maker = found.parts[0].factory if found.parts else found.factory
+    package = maker.__module__.rsplit(".", 1)[0]
     if find_spec(f"{package}.kernels") is None:
         return None
     return getattr(import_module(f"{package}.kernels"), "route_tokens", None)

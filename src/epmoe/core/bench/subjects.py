@@ -122,7 +122,7 @@ class StageSubject(Subject):
         ]
         can = self.layers[0].capabilities
         self.graph, self.deterministic = can.graph_capturable, can.deterministic
-        self.fuses_router = type(self.layers[0]).from_logits is not MoELayer.from_logits
+        self.fuses_router = self.layers[0].has_router
         if isinstance(group, DrawLoopback):
             self._record(group)
 

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from epmoe.core.capabilities import Capabilities
-from epmoe.core.experts import LoopExperts
-from epmoe.core.layer import LayerSpec
+from epmoe.core.compose import compose
+from epmoe.core.contract import Delivers
+from epmoe.core.experts import EXPERTS
+from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.parts import ExchangePart
 from epmoe.core.placement import KINDS
-from epmoe.core.registry import Stage
-from epmoe.core.split import Rows, SplitLayer
+from epmoe.core.split import Exchange, Rows
 
 
-class AllGather:
+class AllGather(Exchange[Tensor]):
     """Exchange: all-gather out, reduce-scatter home."""
 
     def __init__(self, spec: LayerSpec):
@@ -74,17 +76,17 @@ class AllGather:
 
     # --8<-- [end:combine]
 
-    def close(self) -> None:
-        """Holds nothing."""
 
+EXCHANGE = ExchangePart(
+    name="all_gather",
+    summary="all-gather, reduce-scatter",
+    capabilities=Capabilities(
+        placements=KINDS, graph_capturable=True, deterministic=True, maskable=True
+    ),
+    delivers=Delivers(places="topk", sizes="static"),
+    factory=lambda spec, workspace: AllGather(spec),
+)
 
-def _build(spec: LayerSpec) -> SplitLayer[Tensor]:
-    return SplitLayer(spec, AllGather(spec), LoopExperts(spec.weights))
-
-
-STAGE = Stage(
-    summary="all-gather, loop over the local experts, reduce-scatter",
-    capabilities=Capabilities(placements=KINDS, deterministic=True, maskable=True),
-    factory=_build,
-    options={},
+STAGE = compose(
+    EXCHANGE, EXPERTS, summary="all-gather, loop over the local experts, reduce-scatter"
 )

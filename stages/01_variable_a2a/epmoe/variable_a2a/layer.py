@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from epmoe.core.capabilities import Capabilities
-from epmoe.core.experts import LoopExperts
-from epmoe.core.layer import LayerSpec
+from epmoe.core.compose import compose
+from epmoe.core.contract import Delivers
+from epmoe.core.experts import EXPERTS
+from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.numerics import sum_in_order
+from epmoe.core.parts import ExchangePart
 from epmoe.core.placement import KINDS
-from epmoe.core.registry import Stage
-from epmoe.core.split import Rows, SplitLayer
+from epmoe.core.split import Exchange, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,7 @@ class Way:
     dtype: torch.dtype
 
 
-class VariableAllToAll:
+class VariableAllToAll(Exchange[Way]):
     """Exchange: counts first, then exactly the rows that are needed."""
 
     def __init__(self, spec: LayerSpec):
@@ -114,17 +116,15 @@ class VariableAllToAll:
 
     # --8<-- [end:combine]
 
-    def close(self) -> None:
-        """Holds nothing."""
 
-
-def _build(spec: LayerSpec) -> SplitLayer[Way]:
-    return SplitLayer(spec, VariableAllToAll(spec), LoopExperts(spec.weights))
-
-
-STAGE = Stage(
+EXCHANGE = ExchangePart(
+    name="variable_a2a",
     summary="counts, host read-back, variable-split all-to-alls",
-    capabilities=Capabilities(placements=KINDS, deterministic=True, maskable=True),
-    factory=_build,
-    options={},
+    capabilities=Capabilities(
+        placements=KINDS, deterministic=True, batch_invariant=True, maskable=True
+    ),
+    delivers=Delivers(places="one", sizes="data", empty="never"),
+    factory=lambda spec, workspace: VariableAllToAll(spec),
 )
+
+STAGE = compose(EXCHANGE, EXPERTS, summary="counts, host read-back, variable-split all-to-alls")

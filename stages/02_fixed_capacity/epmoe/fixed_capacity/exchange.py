@@ -12,14 +12,18 @@ Legend: T tokens here, C capacity, EP ranks, R = EP * C rows, H hidden, K expert
 import torch
 from torch import Tensor
 
-from epmoe.core.layer import LayerSpec
+from epmoe.core.capabilities import Capabilities
+from epmoe.core.contract import Delivers
+from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.numerics import sum_in_order
 from epmoe.core.packed_rows import RowLayout
-from epmoe.core.split import Rows
-from epmoe.core.workspace import Workspace
+from epmoe.core.parts import ExchangePart
+from epmoe.core.placement import KINDS
+from epmoe.core.split import Exchange, Rows
+from epmoe.core.workspace import OPTION, Workspace
 
 
-class FixedCapacity:
+class FixedCapacity(Exchange[Tensor]):
     """Exchange: one all-to-all of packed rows out, one of float32 sums back."""
 
     def __init__(self, spec: LayerSpec, workspace: Workspace):
@@ -47,7 +51,6 @@ class FixedCapacity:
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
     ) -> tuple[Rows, Tensor]:
         """Pack, exchange, unpack. The state that leads home is x itself: its length and dtype."""
-        self.workspace.enter(x_TH.device)
         send_DCB, recv_SCB, _ = self._buffers(capacity)
         self._pack(send_DCB, x_TH, topk_ids_TK, topk_weights_TK)
         self.group.all_to_all(
@@ -98,11 +101,24 @@ class FixedCapacity:
         """One sum per (token, rank) comes home; ranks are added in ascending order, in float32."""
         _, _, home_DCH = self._buffers(len(y_RH) // self.group.size)
         self.group.all_to_all(home_DCH, y_RH.view_as(home_DCH))
-        y_TH = sum_in_order(home_DCH[:, : len(state)].unbind(0)).to(state.dtype)
-        self.workspace.leave(state.device)
-        return y_TH
+        return sum_in_order(home_DCH[:, : len(state)].unbind(0)).to(state.dtype)
 
     # --8<-- [end:combine]
 
-    def close(self) -> None:
-        """The workspace may be shared; its maker clears it."""
+
+EXCHANGE = ExchangePart(
+    name="fixed_capacity",
+    summary="one packed all-to-all out, one back, of a size that everybody knows",
+    capabilities=Capabilities(
+        transports=("single", "gloo", "nccl", "loopback"),
+        placements=KINDS,
+        graph_capturable=True,
+        deterministic=True,
+        batch_invariant=True,
+        maskable=True,
+    ),
+    delivers=Delivers(places="topk", sizes="static", layout="strided"),
+    factory=FixedCapacity,
+    options=OPTION,
+    overflow="rounds",
+)

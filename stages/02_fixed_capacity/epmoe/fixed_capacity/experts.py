@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epmoe.core import ledger
+from epmoe.core.capabilities import Capabilities
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.experts import weigh_and_sum
 from epmoe.core.numerics import matmul_float32, swiglu
-from epmoe.core.split import Rows
+from epmoe.core.parts import ExpertsPart
+from epmoe.core.split import Experts, Rows
 from epmoe.core.weights import ExpertWeights
 
 BLOCK = 16
@@ -48,7 +50,7 @@ def sort_by_slot(slots_RJ: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 # --8<-- [end:sort]
 
 
-class StaticExperts:
+class StaticExperts(Experts):
     """Local experts over a fixed number of rows; the host reads nothing.
 
     Args:
@@ -62,11 +64,15 @@ class StaticExperts:
 
     def __call__(self, rows: Rows) -> Tensor:
         """See `Experts`. Rows without a slot are never used."""
-        if self.weights.experts == 0:
+        if self.weights.experts == 0 or rows.slots_RJ.numel() == 0:
             return rows.x_RH.new_zeros(rows.x_RH.shape, dtype=torch.float32)
         order_N, offsets = sort_by_slot(rows.slots_RJ, self.weights.experts)
         compute = self._grouped if self.product == "grouped_mm" else self._in_blocks
         return weigh_and_sum(compute(rows, order_N, offsets), rows)
+
+    def describe(self) -> dict[str, object]:
+        """The matrix product in use."""
+        return {"product": self.product}
 
     # --8<-- [start:grouped]
     def _grouped(self, rows: Rows, order_N: Tensor, offsets: Tensor) -> Tensor:
@@ -156,3 +162,16 @@ def _against_grouped_mm(weights: ExpertWeights) -> list[str]:
     if weights.hidden % 8 or weights.intermediate % 8:
         reasons.append(f"H={weights.hidden} and I={weights.intermediate} must be multiples of 8")
     return reasons
+
+
+EXPERTS = ExpertsPart(
+    name="grouped",
+    summary="a grouped product of a static number of rows",
+    capabilities=Capabilities(graph_capturable=True, deterministic=True),
+    factory=lambda spec, workspace, delivers: StaticExperts(
+        spec.weights, str(spec.options.get("product", "auto"))
+    ),
+    options={
+        "product": '"grouped_mm", "blocks" or "auto": how rows are multiplied with their experts'
+    },
+)

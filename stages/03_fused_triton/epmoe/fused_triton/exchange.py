@@ -6,18 +6,20 @@ Legend: T tokens here, C capacity, EP ranks, R = EP * C rows, H hidden, K expert
 import torch
 from torch import Tensor
 
-from epmoe.core.layer import LayerSpec
+from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.packed_rows import RowLayout
-from epmoe.core.split import Rows
+from epmoe.core.split import RoutingExchange, Rows
 from epmoe.core.workspace import Workspace
-from epmoe.fused_triton import kernels, twins
+from epmoe.fused_triton import fusions, kernels, twins
+from epmoe.fused_triton.kernels._launch import pdl_supported
 
 
-class FusedExchange:
+class FusedExchange(RoutingExchange[Tensor]):
     """Pack in one kernel (routing on the way, if asked), merge in one kernel; two all-to-alls as before."""
 
-    def __init__(self, spec: LayerSpec, workspace: Workspace, fusions: frozenset[str], pdl: bool):
-        self.group, self.workspace, self.fusions, self.pdl = spec.group, workspace, fusions, pdl
+    def __init__(self, spec: LayerSpec, workspace: Workspace):
+        self.group, self.workspace, self.fusions = spec.group, workspace, fusions.of(spec)
+        self.pdl = "overlap" in self.fusions and pdl_supported(spec.device)
         self.layout = RowLayout(spec.shape.hidden, spec.shape.topk, spec.dtype)
         self.rule = spec.shape.router
         self.ring = bool(spec.options.get("ring"))
@@ -39,23 +41,13 @@ class FusedExchange:
 
     # --8<-- [start:dispatch]
     def dispatch(
-        self,
-        x_TH: Tensor,
-        topk_ids_TK: Tensor,
-        topk_weights_TK: Tensor,
-        capacity: int,
-        logits: tuple[Tensor, Tensor | None] | None = None,
+        self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
     ) -> tuple[Rows, Tensor]:
-        """Pack and exchange. The state that leads home is x itself: its length and dtype.
-
-        With `logits` (logits_TE and the bias or None) the pack kernel chooses the experts of each token itself, and
-        writes them to topk_ids_TK and topk_weights_TK.
-        """
-        self.workspace.enter(x_TH.device)
+        """Pack and exchange. The state that leads home is x itself: its length and dtype."""
         send_DCB, recv_SCB, _ = self._buffers(capacity)
         routing = (topk_ids_TK.contiguous(), topk_weights_TK.contiguous())
         if "pack" in self.fusions:
-            self._pack(send_DCB, x_TH, *routing, *(logits or (None, None)))
+            self._pack(send_DCB, x_TH, *routing)
         else:
             twins.pack(self, send_DCB, x_TH, *routing)
         self.group.all_to_all(recv_SCB, send_DCB)
@@ -63,14 +55,34 @@ class FusedExchange:
 
     # --8<-- [end:dispatch]
 
+    @property
+    def routes(self) -> bool:
+        """Whether the pack kernel routes: both fusions are on."""
+        return {"router", "pack"} <= self.fusions
+
+    def route_and_dispatch(
+        self,
+        x_TH: Tensor,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        capacity: int,
+    ) -> tuple[Rows, Tensor]:
+        """As `dispatch`; the pack kernel chooses the experts of each token itself."""
+        send_DCB, recv_SCB, _ = self._buffers(capacity)
+        self._pack(send_DCB, x_TH, topk_ids_TK, topk_weights_TK, logits_TE, bias_E)
+        self.group.all_to_all(recv_SCB, send_DCB)
+        return self.layout.unpack(recv_SCB), x_TH
+
     def _pack(
         self,
         send_DCB: Tensor,
         x_TH: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
-        logits_TE: Tensor | None,
-        bias_E: Tensor | None,
+        logits_TE: Tensor | None = None,
+        bias_E: Tensor | None = None,
     ) -> None:
         x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
         kernels.route_and_pack(
@@ -88,10 +100,10 @@ class FusedExchange:
             kernels.merge_ranks(home_DCH, y_TH, ring=self.ring, pdl=self.pdl)
         else:
             twins.merge_ranks(home_DCH, y_TH, ring=self.ring)
-        self.workspace.leave(state.device)
         return y_TH
 
     # --8<-- [end:combine]
 
-    def close(self) -> None:
-        """The workspace may be shared; its maker clears it."""
+    def describe(self) -> dict[str, object]:
+        """The fusions that are on in this layer."""
+        return {"fusions": sorted(self.fusions)}

@@ -7,52 +7,48 @@ import torch
 from torch import Tensor
 
 from epmoe.core import ledger
-from epmoe.core.split import Rows
+from epmoe.core.contract import Delivers
+from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.split import Experts, Rows
 from epmoe.core.weights import ExpertWeights
 from epmoe.core.workspace import Workspace
-from epmoe.fused_triton import kernels, twins
-from epmoe.fused_triton.tuning import Tuning
+from epmoe.fused_triton import fusions, kernels, twins
+from epmoe.fused_triton.kernels._launch import pdl_supported
+from epmoe.fused_triton.tuning import Choice, Tuning
 
 
-class TritonExperts:
+class TritonExperts(Experts):
     """Grouped products with gathered rows; tiles come from a list that the GPU wrote.
 
-    Args:
-        weights: of this rank's experts, contiguous.
-        workspace: for the intermediate rows.
-        tuning: tile sizes by number of rows.
-        ranks: EP: how many of the rows are likely to be for this rank (any number is right).
-        fusions, pdl: which steps are fused; see `fusions`.
-
     Weighed expert outputs are kept in float32 until they are added; only where tiles are those of a long prefill, which
-    is bound by what it moves, in the layer's dtype (rounded once, after the weight). `exact` keeps float32 always.
+    is bound by what it moves, in the layer's dtype (rounded once, after the weight). With the option `batch_invariant`
+    they are float32 always, and one tile size serves all calls.
     """
 
-    def __init__(
-        self,
-        weights: ExpertWeights,
-        workspace: Workspace,
-        tuning: Tuning,
-        ranks: int,
-        fusions: frozenset[str],
-        pdl: bool,
-        exact: bool = False,
-    ):
+    def __init__(self, spec: LayerSpec, workspace: Workspace, delivers: Delivers):
+        weights = spec.weights
         self.weights = ExpertWeights(weights.w13_E2IH.contiguous(), weights.w2_EHI.contiguous())
-        self.workspace, self.tuning, self.ranks = workspace, tuning, ranks
-        self.fusions, self.pdl, self.exact = fusions, pdl, exact
+        self.workspace, self.spec = workspace, spec
+        self.static = delivers.sizes == "static"
+        # of rows that everybody gets, one in EP is likely to be for this rank; any number is right
+        self.ranks = spec.group.size if self.static else 1
+        self.fusions = fusions.of(spec)
+        self.pdl = "overlap" in self.fusions and pdl_supported(spec.device)
+        self.exact = bool(spec.options.get("batch_invariant", False))
+        self.tuning = Tuning.of(spec, self.exact)
         self._tiles: dict[tuple[int, int], kernels.ExpertTiles] = {}
+        self._most = spec.group.size * spec.max_tokens_per_rank * spec.shape.topk
+        self._intermediates(self._most)  # made now, outside of any graph capture
 
     # --8<-- [start:experts]
     def __call__(self, rows: Rows) -> Tensor:
         """See `Experts`. Rows without a slot are never read."""
         weights, slots = self.weights, rows.slots_RJ.numel()
-        config = self.tuning.choice(slots // max(1, self.ranks * rows.slots_RJ.shape[1])).config
+        config = self._choice(slots).config
         tiles = self._group(rows, config.block_m)
         if "gather" not in self.fusions:
             rows = kernels.prepare_rows(rows, weights.experts, pdl=self.pdl)
-        h_NI = self._buffer("h", slots, weights.intermediate, weights.dtype)
-        wide_NH = self._buffer("f", slots, weights.hidden, torch.float32)
+        h_NI, wide_NH = self._intermediates(slots)
         f_NH = (
             wide_NH if self.exact or not config.down.tma_rows else as_dtype(wide_NH, weights.dtype)
         )
@@ -64,6 +60,11 @@ class TritonExperts:
         return self._reduce(rows, f_NH)
 
     # --8<-- [end:experts]
+
+    def _choice(self, slots: int) -> Choice:
+        """Tile sizes for as many slots. Numbers that follow the routing are rounded up: few kernels, not many."""
+        tokens = slots // (self.ranks * self.spec.shape.topk)
+        return self.tuning.choice(tokens if self.static else 1 << max(tokens - 1, 0).bit_length())
 
     def _group(self, rows: Rows, block_m: int) -> kernels.ExpertTiles:
         tiles = self._work_list(rows.slots_RJ.numel(), block_m)
@@ -86,19 +87,27 @@ class TritonExperts:
         if key in self._tiles:
             return self._tiles[key]
         made = kernels.make_tiles(slots, self.weights.experts, block_m, device)
-        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.static and not capturing:  # sizes that follow the routing would never end
             self._tiles[key] = made
         return made
 
-    def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """The first `rows` rows of the workspace's buffer of that name, which `reserve` has made."""
-        return self.workspace.buffer(name, (self._most, columns), dtype, self.weights.device)[:rows]
+    def _intermediates(self, slots: int) -> tuple[Tensor, Tensor]:
+        """h_NI activations and f_NH float32: the first rows of the workspace's buffers."""
+        weights, most, device = self.weights, self._most, self.weights.device
+        h_NI = self.workspace.buffer("h", (most, weights.intermediate), weights.dtype, device)
+        f_NH = self.workspace.buffer("f", (most, weights.hidden), torch.float32, device)
+        return h_NI[:slots], f_NH[:slots]
 
-    def reserve(self, slots: int) -> None:
-        """Make the intermediate buffers for up to `slots` slots: H float32 and I activations each."""
-        self._most = slots
-        self._buffer("h", slots, self.weights.intermediate, self.weights.dtype)
-        self._buffer("f", slots, self.weights.hidden, torch.float32)
+    def describe(self) -> dict[str, object]:
+        """The tile sizes of a full call and where they come from, and the fusions that are on in this layer."""
+        choice = self.tuning.choice(self.spec.max_tokens_per_rank)
+        return {
+            "tuning": choice.source,
+            "gate_up": choice.config.gate_up.to_dict(),
+            "down": choice.config.down.to_dict(),
+            "fusions": sorted(self.fusions),
+        }
 
 
 def as_dtype(buffer: Tensor, dtype: torch.dtype) -> Tensor:

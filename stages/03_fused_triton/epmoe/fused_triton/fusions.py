@@ -6,7 +6,9 @@ kernels of their own.
 
 from collections.abc import Iterable
 
+from epmoe.core import registry
 from epmoe.core.errors import InputError
+from epmoe.core.layer_spec import LayerSpec
 
 FUSIONS: dict[str, str] = {
     "router": "logits become ids and weights inside the pack kernel, not in operators of their own",
@@ -19,15 +21,28 @@ FUSIONS: dict[str, str] = {
 }
 
 
-def parse(without: object) -> frozenset[str]:
+OF_PART: dict[str, frozenset[str]] = {
+    "fused_capacity": frozenset({"router", "pack", "merge", "overlap"}),
+    "triton": frozenset({"metadata", "gather", "reduce", "overlap"}),
+}
+
+
+def of(spec: LayerSpec) -> frozenset[str]:
+    """The fusions that are on in a layer: those that its parts offer, without those that its options leave out."""
+    parts = registry.load(spec.stage).parts or ()
+    offered = frozenset().union(*(OF_PART.get(part.name, ()) for part in parts))
+    return parse(spec.options.get("without", ""), offered)
+
+
+def parse(without: object, offered: Iterable[str] = tuple(FUSIONS)) -> frozenset[str]:
     """The fusions that stay on, given those to leave out: a name, several with commas, or an iterable of names."""
     names = without.split(",") if isinstance(without, str) else without
     if not isinstance(names, Iterable):
         raise InputError(f"without={without!r}: give names of fusions, such as 'pack,merge'")
-    off = {str(name).strip() for name in names} - {""}
-    unknown = sorted(off - set(FUSIONS))
+    off, there = {str(name).strip() for name in names} - {""}, [f for f in FUSIONS if f in offered]
+    unknown = sorted(off - set(there))
     if unknown:
         raise InputError(
-            f"without={', '.join(unknown)}: no such fusion; there are {', '.join(FUSIONS)}"
+            f"without={', '.join(unknown)}: no such fusion; there are {', '.join(there)}"
         )
-    return frozenset(FUSIONS) - off
+    return frozenset(there) - off
