@@ -60,8 +60,6 @@ class Workspace:
 
     def leave(self, device: torch.device) -> None:
         """A call has queued all its work on the current stream."""
-        if not self._buffers:
-            return  # nothing that another stream could meet
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(device)
             self._last = (stream, stream.record_event())
