@@ -29,6 +29,7 @@ from epmoe.core.phases import phase, phased
 from epmoe.core.placement import Placement
 from epmoe.core.rounds import plan_rounds
 from epmoe.core.routing import route
+from epmoe.core.routing_stats import RoutingCounter
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import ExpertWeights
 
@@ -38,11 +39,15 @@ class MoELayer(ABC):
 
     A call takes this rank's tokens and returns their outputs: y[t] = sum over k of w[t, k] * f_{ids[t, k]}(x[t]), added
     up in float32. Ids outside [0, E) name no expert and contribute zero; an expert named twice counts twice.
+
+    Attributes:
+        counter: counts where the tokens of every call go, None (the default) for not at all.
     """
 
     def __init__(self, spec: LayerSpec):
         self.spec = spec
         self.closed = False
+        self.counter: RoutingCounter | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -79,6 +84,8 @@ class MoELayer(ABC):
             topk_ids_TK = topk_ids_TK.clamp(-1, self.spec.shape.experts).to(torch.int32)
         rounds = plan_rounds(self.spec, len(x_TH), max_tokens, _capturing(self.spec.device))
         with torch.no_grad():
+            if self.counter is not None:
+                self.counter.add(topk_ids_TK)
             if self.spec.lost == "renormalise":
                 topk_weights_TK = self.spec.tables.renormalise(topk_ids_TK, topk_weights_TK)
             if rounds.count == 1:

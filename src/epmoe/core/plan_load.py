@@ -25,6 +25,7 @@ from torch import Tensor
 
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement, contiguous
+from epmoe.core.routing_stats import count_draw
 from epmoe.core.shape import MoEShape
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -132,13 +133,12 @@ def drawn_load(
             raise InputError(
                 f"rank {source} names {ids_TK.shape[1]} experts per token: the shape has topk={shape.topk}"
             )
-    owners = [_owners(ids_TK, placement) for ids_TK in topk_ids]
-    ranks = range(placement.ranks)
+    counted = count_draw(topk_ids, placement)
     return Load(
-        tokens=tuple(ids_TK.shape[0] for ids_TK in topk_ids),
-        active=active_experts(topk_ids, placement),
-        slots_SD=tuple(tuple(int((o == d).sum()) for d in ranks) for o in owners),
-        hits_SD=tuple(tuple(int((o == d).any(dim=1).sum()) for d in ranks) for o in owners),
+        tokens=counted.tokens,
+        active=counted.active,
+        slots_SD=counted.slots_SD,
+        hits_SD=counted.hits_SD,
         exact=True,
     )
 
@@ -169,12 +169,6 @@ def resolve_tokens(ep: int, tokens: int | Sequence[int]) -> tuple[int, ...]:
                 f"tokens of rank {rank} are {count!r}: must be a whole number of at least 0"
             )
     return per_rank
-
-
-def _owners(ids_TK: Tensor, placement: Placement) -> Tensor:
-    ids_TK = ids_TK.long().cpu()
-    owners_TK = placement.owner_table()[ids_TK.clamp(min=0)]
-    return owners_TK.masked_fill(ids_TK < 0, -1)
 
 
 def _check_ids(ids_TK: Tensor, experts: int) -> None:

@@ -161,6 +161,8 @@ class SplitLayer(MoELayer, Generic[State]):
             self.workspace.enter(x_TH.device)
             with phase("dispatch"):
                 sent = exchange.route_and_dispatch(x_TH, logits_TE, bias_E, *routing, capacity)
+            if self.counter is not None:
+                self.counter.add(ids_TK)
             return self._compute_and_return(*sent, capacity)
 
     @property
