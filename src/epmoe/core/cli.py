@@ -167,22 +167,52 @@ def tune(
 
 
 @app.command()
-def stages(json_to: Json = None) -> None:
-    """List the registered stages and what they declare."""
-    table = Table("stage", "idea", "graph", "deterministic", "batch invariant", box=None)
-    data = []
-    for name in registry.names():
-        try:
-            stage = registry.load(name)
-        except EpmoeError as error:
-            table.add_row(name, f"[red]{error}[/red]")
-            data.append({"stage": name, "error": str(error)})
-            continue
-        can = stage.capabilities
-        flags = (can.graph_capturable, can.deterministic, can.batch_invariant)
-        table.add_row(name, stage.summary, *("yes" if flag else "no" for flag in flags))
-        data.append({"stage": name, "summary": stage.summary, **asdict(can)})
+def stages(
+    context: typer.Context,
+    why: Annotated[
+        bool, typer.Option("--why", help="Which one serves best here, and why not each other.")
+    ] = False,
+    device: Device = "auto",
+    arch: Annotated[
+        str | None, typer.Option(help="Compute capability, such as 7.5; this GPU's by default.")
+    ] = None,
+    dtype: Dtype = "auto",
+    shape: Annotated[str, typer.Option(help="A named shape.")] = "glm-5.3-flash",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="EP; by default one for each GPU here.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="T per rank.")] = 8,
+    transport: Annotated[
+        str | None, typer.Option(help="single, gloo, nccl or loopback; by ranks and device.")
+    ] = None,
+    placement: Annotated[str, typer.Option(help="The kind of expert map.")] = "contiguous",
+    graph: Annotated[bool, typer.Option("--graph", help="In CUDA graphs.")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits, call after call.")
+    ] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="The same bits in every batch.")
+    ] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes for buffers on a rank, such as 300MiB.")
+    ] = None,
+    json_to: Json = None,
+) -> None:
+    """List the registered stages and what they declare; with --why, choose. Exit code 1 when none can."""
+    from epmoe.core import stages_cli
+
+    if not why:
+        stages_cli.refuse_questions(context)
+        data, table = stages_cli.listing()
+        return _deliver(data, json_to, table)
+    spec = stages_cli.situation(
+        device=device, arch=arch, dtype=dtype, shape=shape, ranks=ranks, tokens=tokens,
+        transport=transport, placement=placement, graph=graph, deterministic=deterministic,
+        batch_invariant=batch_invariant, memory=memory,
+    )  # fmt: skip
+    data, table = stages_cli.why(spec)
     _deliver(data, json_to, table)
+    raise typer.Exit(0 if data["chosen"] else 1)
 
 
 @app.command()
