@@ -11,6 +11,7 @@ A pair `exchange+experts` of registered parts (see `epmoe.core.parts`) is a stag
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +185,9 @@ def _pairs_in_words() -> str:
     return f"exchange{JOINT}experts of {', '.join(exchanges())} and {', '.join(experts())}"
 
 
+@cache
 def _entries(group: str) -> dict[str, EntryPoint]:
+    """Read once: looking through everything that is installed can take as long as a whole layer call."""
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
