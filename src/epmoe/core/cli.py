@@ -1,18 +1,17 @@
 """`epmoe`: the front door on a terminal. Every command takes `--json` (to standard output) or `--json FILE`."""
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from epmoe.core import registry
 from epmoe.core.errors import EpmoeError
-from epmoe.core.torchrun import speaks, world_size
+from epmoe.core.terminal import Device, Dtype, Json, Ranks, deliver, notes
+from epmoe.core.torchrun import world_size
 
 app = typer.Typer(
     help="A ladder of expert-parallel Mixture-of-Experts layers: run it, check it, measure it.",
@@ -20,18 +19,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-# under torchrun every rank runs the command and rank 0 speaks
-_console = Console(quiet=not speaks())
-_notes = Console(
-    stderr=True, quiet=not speaks()
-)  # progress: standard output stays clean for --json
-
-Json = Annotated[
-    str | None, typer.Option("--json", metavar="[FILE]", help="Write JSON to FILE, or print it.")
-]
-Ranks = Annotated[int, typer.Option(min=1, help="How many expert-parallel ranks.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 
 
 def main() -> None:
@@ -40,9 +27,9 @@ def main() -> None:
     try:
         app()
     except EpmoeError as error:
-        _notes.print(f"epmoe: {error}", style="bold red", highlight=False, markup=False)
+        notes.print(f"epmoe: {error}", style="bold red", highlight=False, markup=False)
         for note in getattr(error, "__notes__", ()):
-            _notes.print(note, highlight=False, markup=False)
+            notes.print(note, highlight=False, markup=False)
         sys.exit(2)
 
 
@@ -55,19 +42,6 @@ def _complete_json(arguments: list[str]) -> list[str]:
         if argument == "--json" and (not following or following[0].startswith("--")):
             completed.append("-")
     return completed
-
-
-def _deliver(data: Any, target: str | None, table) -> None:
-    """The table for people; JSON where it was asked for. Under torchrun by rank 0."""
-    if not speaks():
-        return
-    if target is None:
-        _console.print(table)
-    elif target == "-":
-        print(json.dumps(data, indent=2, default=str))
-    else:
-        Path(target).write_text(json.dumps(data, indent=2, default=str) + "\n")
-        _console.print(table)
 
 
 @app.command()
@@ -96,7 +70,7 @@ def tour(
     stages = tours.runnable_stages(stage or [])
     words = text.read_text() if text else tours.TEXT
     report = guide(
-        _notes,
+        notes,
         stages,
         world_size(ranks),
         device,
@@ -106,7 +80,7 @@ def tour(
         dtype,
         timeout,
     )
-    _deliver(asdict(report) | {"right": report.right}, json_to, render(report))
+    deliver(asdict(report) | {"right": report.right}, json_to, render(report))
     raise typer.Exit(0 if report.right else 1)
 
 
@@ -132,10 +106,10 @@ def check(
     from epmoe.core import checking
 
     cases = checking.cases(registry.resolve(stage), shape, tokens, draw, world_size(ranks), seeds)
-    outcomes = checking.run(_notes, cases, ranks, device, dtype, timeout)
+    outcomes = checking.run(notes, cases, ranks, device, dtype, timeout)
     right = all(outcome.right for outcome in outcomes)
     data = {"stage": stage, "right": right, "cases": [o.as_dict() for o in outcomes]}
-    _deliver(data, json_to, checking.render(outcomes))
+    deliver(data, json_to, checking.render(outcomes))
     raise typer.Exit(0 if right else 1)
 
 
@@ -161,9 +135,9 @@ def tune(
     from epmoe.core.tuning_guide import guide
 
     data, table = guide(
-        _notes, stage, shape, ep, tokens, loopback, device, dtype, candidates, out, timeout
+        notes, stage, shape, ep, tokens, loopback, device, dtype, candidates, out, timeout
     )
-    _deliver(data, json_to, table)
+    deliver(data, json_to, table)
 
 
 @app.command()
@@ -204,14 +178,14 @@ def stages(
     if not why:
         stages_cli.refuse_questions(context)
         data, table = stages_cli.listing()
-        return _deliver(data, json_to, table)
+        return deliver(data, json_to, table)
     spec = stages_cli.situation(
         device=device, arch=arch, dtype=dtype, shape=shape, ranks=ranks, tokens=tokens,
         transport=transport, placement=placement, graph=graph, deterministic=deterministic,
         batch_invariant=batch_invariant, memory=memory,
     )  # fmt: skip
     data, table = stages_cli.why(spec)
-    _deliver(data, json_to, table)
+    deliver(data, json_to, table)
     raise typer.Exit(0 if data["chosen"] else 1)
 
 
@@ -225,7 +199,7 @@ def doctor(json_to: Json = None) -> None:
     for finding in findings:
         mark = "[green]yes[/green]" if finding.ok else "[yellow]no[/yellow]"
         table.add_row(mark, finding.name, finding.detail, finding.fix or "")
-    _deliver([asdict(finding) for finding in findings], json_to, table)
+    deliver([asdict(finding) for finding in findings], json_to, table)
 
 
 def _add_plan() -> None:
