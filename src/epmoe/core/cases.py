@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epmoe.core.draws import draw
 from epmoe.core.errors import InputError
-from epmoe.core.placement import Placement, contiguous, explicit, round_robin
+from epmoe.core.placement import Placement, contiguous, replicated, round_robin
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import ExpertWeights, random_weights
 
@@ -27,7 +27,9 @@ class Case:
         kind: the routing draw, see `epmoe.core.draws`.
         ids: ids[call][rank] are the rows of topk_ids, where a draw will not do; weights are drawn all the same.
         dtype, ids_dtype: of activations and weights, and of topk_ids.
-        placement: "contiguous", "round_robin" or the owner rank of every expert.
+        placement: "contiguous", "round_robin", or the rank of every expert, several for an expert with replicas.
+        gone: ranks that are masked before the first call, see `MoELayer.mask_ranks`.
+        lost: what becomes of experts that nobody holds then, see `build`.
         seed: of weights, tokens and routing.
         capacity: max_tokens_per_rank; None for the most that a call brings.
         overflow: what a call with more does, see `build`; None for the stage's default.
@@ -46,7 +48,9 @@ class Case:
     ids: Sequence[Sequence[Sequence[Sequence[int]]]] | None = None
     dtype: torch.dtype = torch.float32
     ids_dtype: torch.dtype = torch.int32
-    placement: str | tuple[int, ...] = "contiguous"
+    placement: str | tuple[int | tuple[int, ...], ...] = "contiguous"
+    gone: tuple[int, ...] = ()
+    lost: str = "drop"
     seed: int = 0
     capacity: int | None = None
     overflow: str | None = None
@@ -86,9 +90,10 @@ class Case:
             return round_robin(self.shape.experts, self.ranks)
         if isinstance(self.placement, str):
             raise InputError(
-                f"placement={self.placement!r}: give contiguous, round_robin or a list of owners"
+                f"placement={self.placement!r}: give contiguous, round_robin or the rank of every expert"
             )
-        return explicit(self.placement, self.ranks)
+        homes = [held if isinstance(held, tuple) else (held,) for held in self.placement]
+        return replicated(homes, self.ranks)
 
     def routing(self, call: int, rank: int) -> tuple[Tensor, Tensor]:
         """topk_ids_TK and topk_weights_TK that `rank` brings to `call`, on the CPU."""
@@ -98,6 +103,18 @@ class Case:
         if self.ids is not None:
             ids_TK = torch.tensor(self.ids[call][rank], dtype=torch.int64).reshape(ids_TK.shape)
         return ids_TK.to(self.ids_dtype), weights_TK
+
+    def what_is_left(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """A routing as the oracle is asked for it: without what the ranks that are gone have taken away."""
+        ids_TK, weights_TK = ids_TK.clone(), weights_TK.clone()
+        homes, gone = self.placed().homes, set(self.gone)
+        for ids_K, weights_K in zip(ids_TK, weights_TK, strict=True):
+            named = [k for k, e in enumerate(ids_K.tolist()) if 0 <= e < len(homes)]
+            left = [k for k in named if not gone.issuperset(homes[int(ids_K[k])])]
+            ids_K[[k for k in named if k not in left]] = -1
+            if self.lost == "renormalise" and left:
+                weights_K[left] *= sum(weights_K[named].tolist()) / sum(weights_K[left].tolist())
+        return ids_TK, weights_TK
 
     def tokens_of(self, call: int, rank: int) -> Tensor:
         """x_TH that `rank` brings to `call`, on the CPU, in the case's dtype."""
@@ -110,10 +127,10 @@ class Case:
         return random_weights(self.shape, experts, self.dtype, seed=self.seed, distinct=True)
 
     def rows_needed(self, call: int, rank: int) -> int:
-        """Assignments of all ranks whose expert lives on `rank`."""
-        owners_E = self.placed().owner_table()
+        """Assignments of all ranks that `rank` has to serve."""
         needed = 0
         for source in range(self.ranks):
+            owners_E = torch.tensor(self.placed().owners_from(source, self.gone))
             ids_TK = self.routing(call, source)[0]
             real_N = ids_TK[(ids_TK >= 0) & (ids_TK < self.shape.experts)].long()
             needed += int((owners_E[real_N] == rank).sum())

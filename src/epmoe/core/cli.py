@@ -208,6 +208,12 @@ def _add_plan() -> None:
     app.command("plan")(plan_command)
 
 
+def _add_balance() -> None:
+    from epmoe.core.balance_cli import balance_command
+
+    app.command("balance")(balance_command)
+
+
 def _add_bench() -> None:
     from epmoe.core.bench.cli import app as bench
 
@@ -221,5 +227,6 @@ def _add_vllm() -> None:
 
 
 _add_plan()
+_add_balance()
 _add_bench()
 _add_vllm()

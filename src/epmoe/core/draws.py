@@ -5,7 +5,7 @@ Every draw is [T, K] int32 ids and float32 weights that sum to 1 in each token. 
     uniform       K different experts, all alike
     zipf          expert e is chosen in proportion to 1 / (e + 1) ** skew (experts shuffled by the seed)
     hot_expert    expert 0 of the shuffle is in every token, the rest uniform
-    one_rank      all experts of a token live on the last rank that owns any (as far as it has K)
+    one_rank      all experts of a token live on the last rank that holds any (as far as it has K)
     masked        uniform, then about half of the ids are -1
     duplicates    uniform, then the second id repeats the first
 """
@@ -69,6 +69,6 @@ def _favour(kind: str, placement: Placement, skew: float) -> Tensor:
     if kind == "hot_expert":
         favour_E[shuffle_E[0]] = 1e30
     if kind == "one_rank":
-        target = max(placement.owners)
+        target = max(rank for homes in placement.homes for rank in homes)
         favour_E[torch.tensor(placement.experts_of(target))] = 1e30
     return favour_E

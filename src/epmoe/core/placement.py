@@ -25,6 +25,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -93,7 +94,8 @@ class Placement:
         EP, one past the last rank, where nobody is left: an owner that equals no rank, and indexes none.
         """
         self._check_rank(source)
-        return tuple(_serving(homes, source, self.ranks, gone) for homes in self.homes)
+        left = (tuple(rank for rank in homes if rank not in gone) for homes in self.homes)
+        return tuple(serving(homes, source) if homes else self.ranks for homes in left)
 
     def slots_from(self, source: int, gone: Collection[int] = ()) -> tuple[int, ...]:
         """The slot of every expert on the owner that `source` sees; -1 where nobody is left."""
@@ -139,15 +141,21 @@ class Placement:
             )
         return Placement(left, len(number), _kind_of(left) if gone else self.kind)
 
+    def as_dict(self) -> dict[str, object]:
+        """Plain data, for JSON."""
+        return {"kind": self.kind, "ranks": self.ranks, "homes": [list(h) for h in self.homes]}
+
     def to_json(self) -> str:
         """What `from_json` reads."""
-        return json.dumps({"kind": self.kind, "ranks": self.ranks, "homes": self.homes}) + "\n"
+        return json.dumps(self.as_dict()) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Placement":
         """The placement of such a text. Raises InputError for anything else."""
         try:
             data = json.loads(text)
+            if isinstance(data, list):
+                raise InputError("it holds the maps of several layers: write one, with --layer")
             kind, ranks, homes = data["kind"], data["ranks"], data["homes"]
             placement = cls(tuple(tuple(home) for home in homes), int(ranks), kind)
         except (ValueError, KeyError, TypeError) as error:
@@ -206,6 +214,25 @@ def replicated(homes: Sequence[Sequence[int]], ranks: int) -> Placement:
     return Placement(found, ranks, _kind_of(found))
 
 
+def parse_placement(text: str, experts: int, ranks: int) -> Placement:
+    """contiguous, round_robin, or the map in a file that `epmoe balance --json FILE` wrote.
+
+    Raises:
+        InputError: no such name or file, or a map of other experts or ranks.
+    """
+    named = {"contiguous": contiguous, "round_robin": round_robin}
+    if text in named:
+        return named[text](experts, ranks)
+    if not Path(text).is_file():
+        raise InputError(f"placement={text!r}: give {', '.join(named)} or a file that exists")
+    placement = Placement.from_json(Path(text).read_text())
+    if (placement.experts, placement.ranks) != (experts, ranks):
+        raise InputError(
+            f"{text} maps {placement.experts} experts on {placement.ranks} ranks, wanted are {experts} on {ranks}"
+        )
+    return placement
+
+
 def check_gone(gone: Collection[object], ranks: int) -> None:
     """Raise InputError where `gone` names an unknown rank, or all of them."""
     for rank in gone:
@@ -215,13 +242,12 @@ def check_gone(gone: Collection[object], ranks: int) -> None:
         raise InputError(f"all {ranks} ranks are gone: at least one has to be left")
 
 
-def _serving(homes: tuple[int, ...], source: int, ranks: int, gone: Collection[int]) -> int:
-    """Which home answers `source`: its own replica, or one by turns; `ranks` where none is left."""
-    left = [rank for rank in homes if rank not in gone]
-    if source in left:
+def serving(homes: Sequence[int], source: int) -> int:
+    """Which of the homes (ascending, at least one) answers `source`: its own replica, or one by turns."""
+    if source in homes:
         return source
-    before = source - sum(rank < source for rank in left)  # sources without a replica before this
-    return left[before % len(left)] if left else ranks
+    before = source - sum(rank < source for rank in homes)  # sources without a replica before this
+    return homes[before % len(homes)]
 
 
 def _kind_of(homes: tuple[tuple[int, ...], ...]) -> str:

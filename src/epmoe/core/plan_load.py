@@ -17,6 +17,7 @@ owner rank.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,9 +66,9 @@ def active_experts(topk_ids: Tensor | Sequence[Tensor], placement: Placement) ->
 
     Args:
         topk_ids: [tokens, K] integer ids of the tokens of ALL ranks, or a list of such tensors; -1 is no expert.
-        placement: the expert map.
+        placement: the expert map; with replicas it depends on the source rank who is active: use `drawn_load`.
 
-    Raises InputError for an id outside [-1, E).
+    Raises InputError for an id outside [-1, E), and for a map with replicas.
     """
     draws = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
     for ids_TK in draws:
@@ -86,12 +87,22 @@ def expected_active(
     """Active experts of every rank, in expectation under uniform routing.
 
     One token misses an expert with probability 1 - K/E (its K experts are drawn without replacement), so that all
-    S = EP x T tokens leave it idle with (1 - K/E)^S, and rank d has E_local x (1 - (1 - K/E)^S) active ones.
+    S = EP x T tokens leave it idle with (1 - K/E)^S, and rank d has E_local x (1 - (1 - K/E)^S) active ones. A replica
+    counts the tokens of the ranks that it serves.
     """
     placement = resolve_placement(shape, ep, placement)
-    total = sum(resolve_tokens(ep, tokens_per_rank))
-    busy = 1.0 - (1.0 - shape.topk / shape.experts) ** total
-    return tuple(local * busy for local in placement.counts())
+    per_rank = resolve_tokens(ep, tokens_per_rank)
+    served = [[0] * (ep + 1) for _ in range(shape.experts)]  # tokens that ask rank d for expert e
+    for source, tokens in enumerate(per_rank):
+        for asked, owner in zip(served, placement.owners_from(source), strict=True):
+            asked[owner] += tokens
+    return tuple(_expected_busy(shape, [asked[d] for asked in served]) for d in range(ep))
+
+
+def _expected_busy(shape: MoEShape, tokens_E: Sequence[int]) -> float:
+    """How many experts are named at least once, when tokens_E[e] tokens could name expert e."""
+    miss = 1.0 - shape.topk / shape.experts
+    return sum(n * (1.0 - miss**tokens) for tokens, n in Counter(tokens_E).items())
 
 
 def hit_probability(shape: MoEShape, local_experts: int) -> float:
@@ -108,13 +119,19 @@ def expected_load(
     """The load in expectation under uniform routing (a router with expert groups hits fewer ranks than this)."""
     placement = resolve_placement(shape, ep, placement)
     per_rank = resolve_tokens(ep, tokens)
-    shares = [shape.topk * local / shape.experts for local in placement.counts()]
-    chances = [hit_probability(shape, local) for local in placement.counts()]
+    owners_SE = [Counter(placement.owners_from(source)) for source in range(ep)]
+    serving_SD = [[owners[rank] for rank in range(ep)] for owners in owners_SE]
     return Load(
         tokens=per_rank,
         active=expected_active(shape, ep, per_rank, placement),
-        slots_SD=tuple(tuple(t * share for share in shares) for t in per_rank),
-        hits_SD=tuple(tuple(t * chance for chance in chances) for t in per_rank),
+        slots_SD=tuple(
+            tuple(t * (shape.topk * n / shape.experts) for n in serving)
+            for t, serving in zip(per_rank, serving_SD, strict=True)
+        ),
+        hits_SD=tuple(
+            tuple(t * hit_probability(shape, n) for n in serving)
+            for t, serving in zip(per_rank, serving_SD, strict=True)
+        ),
         exact=False,
     )
 

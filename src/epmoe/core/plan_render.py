@@ -15,11 +15,9 @@ from torch import Tensor
 from epmoe.core.draws import draw as drawing
 from epmoe.core.errors import InputError
 from epmoe.core.gpus import Gpu, custom_gpu, named_gpu
-from epmoe.core.placement import Placement, contiguous, round_robin
+from epmoe.core.placement import Placement, parse_placement
 from epmoe.core.plan import Plan, RankPlan, Wire, plan
 from epmoe.core.shape import MoEShape, named_shape
-
-PLACEMENTS = {"contiguous": contiguous, "round_robin": round_robin}
 
 
 def render(plan: Plan) -> RenderableType:
@@ -74,7 +72,9 @@ def plan_command(
         typer.Option(help="h100, h200, b200, or custom:TB/s,TFLOP/s,GB/s (memory, bf16, link)."),
     ] = "h200",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float8.")] = "bfloat16",
-    placement: Annotated[str, typer.Option(help="contiguous or round_robin.")] = "contiguous",
+    placement: Annotated[
+        str, typer.Option(help="contiguous, round_robin or a file.")
+    ] = "contiguous",
     capacity: Annotated[
         int | None,
         typer.Option(help="Capacity in tokens per rank; as many as there are if left out."),
@@ -91,11 +91,7 @@ def plan_command(
 ) -> None:
     """How fast can this layer be at all, and what has to travel? In expectation, or for one exact draw."""
     sizes = named_shape(shape)
-    if placement not in PLACEMENTS:
-        raise InputError(
-            f"no placement is called {placement!r}: choose one of {', '.join(PLACEMENTS)}"
-        )
-    placed = PLACEMENTS[placement](sizes.experts, ep)
+    placed = parse_placement(placement, sizes.experts, ep)
     options = {"placement": placed, "dtype": dtype, "capacity": capacity}
     plans = [
         plan(sizes, ep, count, parse_gpu(gpu), _draws(draw, count, sizes, placed, seed), **options)

@@ -113,21 +113,16 @@ def build_case(group: EPGroup, case: Case) -> MoELayer:
     """The case's layer on this rank. Collective."""
     if group.size != case.ranks:
         raise InputError(f"this case is for {case.ranks} ranks, the group has {group.size}")
-    placement, options = case.placed(), dict[str, Any](case.options)
+    placement, C = case.placed(), case.max_tokens_per_rank
     weights = case.weights_of(placement.experts_of(group.rank)).to(group.device)
     if case.strided:
         weights = ExpertWeights(_with_spare_row(weights.w13_E2IH), _with_spare_row(weights.w2_EHI))
-    return build(
-        case.stage,
-        case.shape,
-        weights,
-        placement,
-        group,
-        case.max_tokens_per_rank,
-        check=case.check,
-        overflow=case.overflow,
-        **options,
-    )
+    how: dict[str, Any] = {"check": case.check, "overflow": case.overflow, "lost": case.lost}
+    how |= case.options
+    layer = build(case.stage, case.shape, weights, placement, group, C, **how)
+    if case.gone:
+        layer.mask_ranks(case.gone)
+    return layer
 
 
 def run_case(group: EPGroup, case: Case) -> CaseReport:
@@ -241,7 +236,9 @@ def worst_row(
     chosen = _chosen_rows(len(y_TH), case.rows)
     if not len(chosen):
         return None
-    ids_TK, weights_TK = (a[chosen] for a in routing or case.routing(call, rank))
+    ids_TK, weights_TK = (
+        a[chosen] for a in routing or case.what_is_left(*case.routing(call, rank))
+    )
     x_TH, got_TH = case.tokens_of(call, rank)[chosen], y_TH.cpu().double()[chosen]
     answer = oracle(x_TH, ids_TK, weights_TK, everything, torch.float64)
     off_TH = torch.nan_to_num((got_TH - answer.y_TH).abs(), nan=float("inf"))

@@ -6,6 +6,7 @@ from epmoe.core.conformance import (
     test_graphs,
     test_life,
     test_numerics,
+    test_placements,
     test_properties,
     test_values,
 )
@@ -16,6 +17,7 @@ for _module in (
     test_contract,
     test_failures,
     test_life,
+    test_placements,
     test_properties,
     test_graphs,
 ):

@@ -63,6 +63,7 @@ def wrong_builds(group: EPGroup, case: Case) -> dict[str, str]:
         "overflow": replace(case, overflow="rounds"),
         "option": replace(case, options={"no_such_option": 1}),
         "placement": replace(case, placement=tuple(case.placed().owners[::-1])),
+        "lost": replace(case, lost="renormalise", overflow="raise"),
     }
     case = replace(case, overflow="raise")
     said = {

@@ -197,6 +197,7 @@ def skip_unless_served(pool: RankPool, capabilities: Capabilities, case: Case) -
         tokens=case.max_tokens_per_rank,
         topk=case.shape.topk,
         experts=case.shape.experts,
+        maskable=bool(case.gone),
     )
     if reasons := capabilities.reasons_against(spec):
         pytest.skip(f"not offered: {'; '.join(reasons)}")

@@ -47,6 +47,7 @@ BUILDS = {
     "overflow": ["DisagreementError", "overflow", "rounds"],
     "option": ["InputError", "rank 1", "no_such_option"],
     "placement": ["DisagreementError", "placement"],
+    "lost": ["DisagreementError", "lost", "rank 0 has drop"],
     "weights": ["InputError", "rank 1", "(3, 16, 24)", "(4, 16, 24)"],
 }
 

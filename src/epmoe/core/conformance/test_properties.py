@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epmoe.core import groups
+from epmoe.core.capabilities import Capabilities
 from epmoe.core.cases import Case
 from epmoe.core.conformance.plugin import judged, skip_unless_served
 from epmoe.core.draws import KINDS
@@ -14,8 +15,8 @@ from epmoe.core.verify import run_case
 
 
 @st.composite
-def cases(draw, stage: str, ranks: int) -> Case:
-    """Any legal case of `ranks` ranks with small sizes."""
+def cases(draw, stage: str, ranks: int, can: Capabilities) -> Case:
+    """Any legal case of `ranks` ranks with small sizes, of what the stage offers."""
     experts = draw(st.integers(1, 12))
     shape = MoEShape(
         # a narrower layer's answer may be all but zero by chance, which is no yardstick
@@ -25,13 +26,24 @@ def cases(draw, stage: str, ranks: int) -> Case:
         topk=draw(st.integers(1, experts)),
     )
     calls = draw(st.integers(1, 3))
-    owners = st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts).map(tuple)
+    rank = st.integers(0, ranks - 1)
+    several = st.sets(rank, min_size=1).map(lambda held: tuple(sorted(held)))
+    kinds = {
+        "contiguous": st.just("contiguous"),
+        "round_robin": st.just("round_robin"),
+        "explicit": st.lists(rank, min_size=experts, max_size=experts).map(tuple),
+        "replicated": st.lists(several, min_size=experts, max_size=experts).map(tuple),
+    }
+    offered = [placements for kind, placements in kinds.items() if kind in can.placements]
+    some = st.sets(rank, max_size=ranks - 1).map(lambda held: tuple(sorted(held)))
     return Case(
         stage=stage,
         shape=shape,
         tokens=tuple(tuple(draw(st.integers(0, 9)) for _ in range(ranks)) for _ in range(calls)),
         kind=draw(st.sampled_from(KINDS)),
-        placement=draw(st.one_of(st.sampled_from(["contiguous", "round_robin"]), owners)),
+        placement=draw(st.one_of(offered)),
+        gone=draw(some) if can.maskable else (),
+        lost=draw(st.sampled_from(["drop", "renormalise"])),
         seed=draw(st.integers(0, 1000)),
         strided=draw(st.booleans()),
         declared=draw(st.booleans()),
@@ -39,12 +51,12 @@ def cases(draw, stage: str, ranks: int) -> Case:
 
 
 def holds_everywhere(
-    judge: Callable[[Case], object], ranks: int, stage: str, examples: int
+    judge: Callable[[Case], object], ranks: int, stage: str, can: Capabilities, examples: int
 ) -> None:
     """`judge` raises for no case."""
 
     @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
-    @given(cases(stage, ranks))
+    @given(cases(stage, ranks, can))
     def holds(case: Case) -> None:
         judge(case)
 
@@ -58,8 +70,9 @@ def test_any_case_on_one_rank(stage, pool, capabilities, check, interpreted):
         skip_unless_served(pool, capabilities, case)
         judged([run_case(groups.single(pool.choice.device_of(0)), case)])
 
-    holds_everywhere(check if interpreted else here, 1, stage, 4 if interpreted else 40)
+    examples = 4 if interpreted else 40
+    holds_everywhere(check if interpreted else here, 1, stage, capabilities, examples)
 
 
-def test_any_case_on_three_ranks(stage, check, interpreted):
-    holds_everywhere(check, 3, stage, 3 if interpreted else 12)
+def test_any_case_on_three_ranks(stage, capabilities, check, interpreted):
+    holds_everywhere(check, 3, stage, capabilities, 3 if interpreted else 16)

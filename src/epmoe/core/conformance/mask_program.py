@@ -1,0 +1,83 @@
+"""Rank programs that mask ranks between calls.
+
+Legend: T tokens, H hidden, K experts per token, E experts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epmoe.core.cases import Case
+from epmoe.core.conformance.program import caught, judge
+from epmoe.core.graphs import GraphedCall
+from epmoe.core.groups import EPGroup
+from epmoe.core.routing import route
+from epmoe.core.verify import Row, bring, build_case, differ, worst_row
+
+
+def come_and_go(
+    group: EPGroup, case: Case, masks: Sequence[tuple[int, ...]], graphed: bool = False
+) -> dict[str, Any]:
+    """Call 0 of the case again and again, under one mask after the other, and without any at the end.
+
+    Returns the worst row under each mask, whether the last call has the bits of the first, and what the layer says is
+    gone. With `graphed` one capture is replayed.
+    """
+    layer = build_case(group, case)
+    arguments = bring(group, case, 0)
+    graph = GraphedCall(layer, case.max_tokens_per_rank) if graphed else None
+    call: Callable[..., Tensor] = graph or layer
+    first_TH = call(*arguments).clone()
+    rows, gone = [], []
+    for mask in masks:
+        layer.mask_ranks(mask)
+        gone.append(layer.describe()["gone"])
+        rows.append(judge(replace(case, gone=mask), 0, group, call(*arguments)))
+    layer.mask_ranks(())
+    first_again = not differ(first_TH, call(*arguments))
+    if graph is not None:
+        graph.close()
+    layer.close()
+    return {"rows": rows, "first_again": first_again, "gone": gone}
+
+
+def from_logits(group: EPGroup, case: Case, biased: bool) -> Row | None:
+    """The masked layer routes by itself: the worst row against the oracle with what `route` chose."""
+    layer = build_case(group, case)
+    shape, generator = case.shape, torch.Generator().manual_seed(group.rank)
+    x_TH = case.tokens_of(0, group.rank)
+    logits_TE = torch.randn(len(x_TH), shape.experts, generator=generator)
+    bias_E = torch.linspace(-1, 1, shape.experts) if biased else None
+    on_device = None if bias_E is None else bias_E.to(group.device)
+    y_TH = layer.from_logits(
+        x_TH.to(group.device), logits_TE.to(group.device), on_device, max_tokens=case.max_tokens_per_rank
+    )  # fmt: skip
+    layer.close()
+    routing = case.what_is_left(*route(logits_TE, shape.router, shape.topk, bias_E))
+    everything = case.weights_of(range(shape.experts)).to(torch.float64)
+    return worst_row(case, 0, group.rank, y_TH, everything, routing)
+
+
+def mistakes(group: EPGroup, case: Case) -> tuple[dict[str, str], Row | None]:
+    """The last rank masks something else than the others: what every rank says; then a right call's worst row."""
+    layer = build_case(group, case)
+    last = group.rank == group.size - 1
+    wrong = {"unknown": (3,), "negative": (-1,), "all": (0, 1, 2), "differ": (2,)}
+    said = {
+        name: caught(lambda gone=gone: layer.mask_ranks(gone if last else (1,)))
+        for name, gone in wrong.items()
+    }
+    row = judge(case, 0, group, layer(*bring(group, case, 0)))
+    layer.close()
+    return said, row
+
+
+def refused(group: EPGroup, case: Case) -> str:
+    """What a stage says that cannot be masked."""
+    layer = build_case(group, case)
+    said = caught(lambda: layer.mask_ranks((0,)))
+    layer.close()
+    return said
