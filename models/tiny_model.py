@@ -91,12 +91,13 @@ def hub_tensors(model: Glm4MoeForCausalLM) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
-        for hub_name, part in _unpacked(name, value.detach()):
+        for hub_name, part in unpacked(name, value.detach()):
             tensors[hub_name] = part.to("cpu", dtype).clone().contiguous()
     return tensors
 
 
-def _unpacked(name: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def unpacked(name: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """transformers' tensor as the published ones: packed experts one by one, all others as they are."""
     stem, _, last = name.rpartition(".")
     if not stem.endswith(".experts"):
         return [(name, value)]
