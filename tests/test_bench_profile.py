@@ -36,6 +36,7 @@ def test_several_layers_are_averaged_and_small_kernels_added_up():
             "vectorized_elementwise_kernel",
         ),
         ("void at::(anonymous namespace)::sort_kernel<long>(long*)", "sort_kernel"),
+        ("_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x", "device_kernel"),
         ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
     ],
 )
