@@ -2,6 +2,8 @@
 
     pytest --pyargs epmoe.core.conformance                        every registered stage
     pytest --pyargs epmoe.core.conformance --stage my_stage       one, also of another package
+    pytest --pyargs epmoe.core.conformance --stage fixed_capacity+triton       an exchange with other experts
+    pytest --pyargs epmoe.core.conformance --stage pairs          every pair that fits and is no stage
     pytest --pyargs epmoe.core.conformance --ranks 2 --device cuda
 
 `program` holds what runs on the ranks, `plugin` the options and fixtures, the `test_*` modules the checks by topic.

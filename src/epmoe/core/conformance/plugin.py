@@ -25,12 +25,18 @@ pytest.register_assert_rewrite(
 
 NEEDS_CUDA = "needs a CUDA device: run `make test-gpu` on a machine that has one"
 
+PAIRS = "pairs"
+
 Check = Callable[[Case], list[CaseReport]]
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("epmoe", "the conformance suite of epmoe")
-    group.addoption("--stage", help="only this registered stage (name, bare name or number)")
+    group.addoption(
+        "--stage",
+        help="only this stage (name, bare name or number) or pair (exchange+experts); "
+        f"{PAIRS}: all pairs that are not stages",
+    )
     group.addoption("--ranks", type=int, default=4, help="the most ranks to use (4)")
     group.addoption("--device", default="cpu", help="cpu, cuda or auto (cpu)")
     group.addoption("--record", help="write what passed, skipped and failed to this JSON file")
@@ -47,10 +53,10 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    """A module with STAGE tests that one, any other module all registered ones (or --stage)."""
+    """A module with STAGE tests that one (or all pairs), any other module all registered stages (or --stage)."""
     if "stage" in metafunc.fixturenames:
         fixed = getattr(metafunc.module, "STAGE", None)
-        metafunc.parametrize("stage", [fixed] if fixed else _wanted(metafunc.config))
+        metafunc.parametrize("stage", _named(fixed) if fixed else _wanted(metafunc.config))
     if "exercise" in metafunc.fixturenames:
         found = _exercises(Path(metafunc.module.__file__).parents[1] / "exercises")
         metafunc.parametrize("exercise", found, ids=[path.name for path in found])
@@ -63,9 +69,10 @@ def _exercises(folder: Path) -> list[Path]:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Every (check, stage) once, and only the stage that was asked for."""
+    """Every (check, stage) once, and only what was asked for."""
     seen, kept, dropped = set(), [], []
-    wanted = set(_wanted(config))
+    asked = config.getoption("--stage")
+    wanted = set(_named(asked)) if asked else None
     for item in items:
         stage = getattr(item, "callspec", None) and item.callspec.params.get("stage")
         function = getattr(item, "function", None)
@@ -73,7 +80,8 @@ def pytest_collection_modifyitems(config, items):
             kept.append(item)
             continue
         key = (function.__module__, item.name)
-        (dropped if key in seen or stage not in wanted else kept).append(item)
+        other = wanted is not None and stage not in wanted
+        (dropped if other or key in seen else kept).append(item)
         seen.add(key)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -82,7 +90,11 @@ def pytest_collection_modifyitems(config, items):
 
 def _wanted(config) -> list[str]:
     asked = config.getoption("--stage")
-    return [registry.resolve(asked)] if asked else registry.names()
+    return _named(asked) if asked else registry.names()
+
+
+def _named(name: str) -> list[str]:
+    return registry.pairs() if name == PAIRS else [registry.resolve(name)]
 
 
 @pytest.fixture(scope="session")

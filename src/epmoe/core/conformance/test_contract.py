@@ -1,4 +1,4 @@
-"""The ledger's exact counts, refusal of captures, sizes that a stage must not mind."""
+"""The ledger's exact counts, refusal of captures, the promises of parts, sizes that a stage must not mind."""
 
 from epmoe.core.cases import Case
 from epmoe.core.conformance import program
@@ -18,6 +18,12 @@ def test_ledger_is_exact(stage, check):
     for one in first:
         # the first call may allocate what the later ones use again
         assert one.calls[1].ledger == one.calls[2].ledger
+
+
+def test_parts_keep_their_promises(stage, check):
+    """Checked mode: what is delivered, and what experts answer, is what `epmoe.core.contract` says of the parts."""
+    tokens = ((3, 0, 2), (0, 0, 0), (3, 4, 0))
+    check(Case(stage=stage, shape=SMALL, tokens=tokens, kind="masked", capacity=4, check=True))
 
 
 def test_no_bytes_leave_a_single_rank(stage, check):
