@@ -116,7 +116,7 @@ def _memory(exchange: ExchangePart, experts: ExpertsPart) -> Any:
         return None
 
     def memory(size: LayerSize) -> Memory:
-        return first(size) + second(size)
+        return first(size) + second(size, exchange.delivers)
 
     return memory
 

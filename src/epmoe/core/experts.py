@@ -11,6 +11,8 @@ from torch import Tensor
 
 from epmoe.core import ledger
 from epmoe.core.capabilities import Capabilities
+from epmoe.core.contract import Delivers
+from epmoe.core.memory import LayerSize, Memory
 from epmoe.core.numerics import matmul_float32, sum_in_order, swiglu
 from epmoe.core.parts import ExpertsPart
 from epmoe.core.split import Experts, Rows
@@ -69,9 +71,21 @@ def weigh_and_sum(f_NH: Tensor, rows: Rows) -> Tensor:
 # --8<-- [end:weigh]
 
 
+def _memory(size: LayerSize, delivers: Delivers) -> Memory:
+    """Worst: all rows are for one expert. Their float32 outputs, and what the products or the weighing hold."""
+    H, I, value = size.shape.hidden, size.shape.intermediate, size.dtype.itemsize
+    N, R = size.assignments, size.rows(delivers.places)
+    swiglu = N * I * (3 * value + 16)
+    down = N * (I * (value + 4) + 4 * H) + 4 * H * I
+    products = N * H * value + max(swiglu, down)
+    weighing = H * (4 * N + 8 * R)
+    return Memory(kept=0, call=4 * N * H + max(products, weighing) + 48 * N)
+
+
 EXPERTS = ExpertsPart(
     name="loop",
     summary="loop over the local experts",
     capabilities=Capabilities(deterministic=True),
     factory=lambda spec, workspace, delivers: LoopExperts(spec.weights),
+    memory=_memory,
 )

@@ -2,6 +2,8 @@
 
 A stage says it before it is built, from sizes alone, for the worst routing: `Stage.memory`. The suite holds what it
 says against what a layer keeps and what its calls hold at once.
+
+Legend: C capacity, EP ranks, K experts per token, N assignments, R received rows.
 """
 
 import re
@@ -34,6 +36,15 @@ class LayerSize:
     dtype: torch.dtype
     device: str
     local_experts: int
+
+    @property
+    def assignments(self) -> int:
+        """N = EP * C * K: the most assignments that a rank can receive, whatever the routing."""
+        return self.ranks * self.capacity * self.shape.topk
+
+    def rows(self, places: str) -> int:
+        """R: rows of N assignments, with K of them in a row ("topk") or one."""
+        return self.assignments // (self.shape.topk if places == "topk" else 1)
 
 
 @dataclass(frozen=True)

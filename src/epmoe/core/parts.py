@@ -61,7 +61,8 @@ class ExpertsPart:
         capabilities: of the experts alone; they see neither transport nor placement, which do not count.
         accepts: which deliveries they can work with.
         factory: makes them from a checked spec, the layer's workspace and what will be delivered.
-        options, memory, grants: as in `ExchangePart`.
+        options, grants: as in `ExchangePart`.
+        memory: as in `ExchangePart`, given also what will be delivered.
         tuner: measures configurations for `epmoe tune`, or None where there is nothing to tune.
     """
 
@@ -71,6 +72,6 @@ class ExpertsPart:
     accepts: Accepts = field(default_factory=Accepts)
     factory: "Callable[[LayerSpec, Workspace, Delivers], Experts]"
     options: Mapping[str, str] = field(default_factory=dict)
-    memory: "Callable[[LayerSize], Memory] | None" = None
+    memory: "Callable[[LayerSize, Delivers], Memory] | None" = None
     grants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     tuner: "Tuner | None" = None

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from epmoe.core import groups, ledger
 from epmoe.core.cases import Case
+from epmoe.core.conformance.live_peak import LivePeak
 from epmoe.core.conformance.program import caught, judge
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
@@ -191,26 +190,6 @@ def round_bytes(case: Case) -> int:
     H, N = case.shape.hidden, case.ranks * case.max_tokens_per_rank * case.shape.topk
     padded = N + BLOCK * -(-case.shape.experts // case.ranks)
     return H * (4 * N + max(2 * case.dtype.itemsize * padded, 4 * N + 8 * N // case.shape.topk))
-
-
-class LivePeak(TorchDispatchMode):
-    """The most bytes that results of operators hold at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.alive = {key: kept for key, kept in self.alive.items() if not kept[0].expired()}
-        given = {a.untyped_storage()._cdata for a in args if isinstance(a, Tensor)}
-        for one in out if isinstance(out, tuple | list) else (out,):
-            storage = one.untyped_storage() if isinstance(one, Tensor) else None
-            if storage is not None and storage._cdata not in given | set(self.alive):
-                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
-        return out
 
 
 def long_prompt(group: EPGroup, case: Case) -> tuple[list[Row | None], list[int], int]:

@@ -16,6 +16,7 @@ from epmoe.core.compose import compose
 from epmoe.core.contract import Delivers
 from epmoe.core.experts import EXPERTS
 from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.memory import LayerSize, Memory
 from epmoe.core.parts import ExchangePart
 from epmoe.core.placement import KINDS
 from epmoe.core.split import Exchange, Rows
@@ -77,6 +78,14 @@ class AllGather(Exchange[Tensor]):
     # --8<-- [end:combine]
 
 
+def _memory(size: LayerSize) -> Memory:
+    """Gathered tokens, ids and weights, one padded copy of this rank's, and the sums that come home."""
+    H, value = size.shape.hidden, size.dtype.itemsize
+    tokens = (size.rows("topk") + size.capacity) * H * value
+    indices = 40 * (size.assignments + size.capacity * size.shape.topk)
+    return Memory(kept=0, call=tokens + indices + size.capacity * H * 4)
+
+
 EXCHANGE = ExchangePart(
     name="all_gather",
     summary="all-gather, reduce-scatter",
@@ -85,6 +94,7 @@ EXCHANGE = ExchangePart(
     ),
     delivers=Delivers(places="topk", sizes="static"),
     factory=lambda spec, workspace: AllGather(spec),
+    memory=_memory,
 )
 
 STAGE = compose(

@@ -19,6 +19,7 @@ from epmoe.core.compose import compose
 from epmoe.core.contract import Delivers
 from epmoe.core.experts import EXPERTS
 from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.memory import LayerSize, Memory
 from epmoe.core.numerics import sum_in_order
 from epmoe.core.parts import ExchangePart
 from epmoe.core.placement import KINDS
@@ -117,6 +118,13 @@ class VariableAllToAll(Exchange[Way]):
     # --8<-- [end:combine]
 
 
+def _memory(size: LayerSize) -> Memory:
+    """Worst: every assignment of all ranks comes here. Received rows, and what this rank sends, then gets back."""
+    H, value, mine = size.shape.hidden, size.dtype.itemsize, size.capacity * size.shape.topk
+    received = size.assignments * (H * value + 8)
+    return Memory(kept=0, call=received + mine * (8 * H + 64) + size.capacity * H * 4)
+
+
 EXCHANGE = ExchangePart(
     name="variable_a2a",
     summary="counts, host read-back, variable-split all-to-alls",
@@ -125,6 +133,7 @@ EXCHANGE = ExchangePart(
     ),
     delivers=Delivers(places="one", sizes="data", empty="never"),
     factory=lambda spec, workspace: VariableAllToAll(spec),
+    memory=_memory,
 )
 
 STAGE = compose(EXCHANGE, EXPERTS, summary="counts, host read-back, variable-split all-to-alls")

@@ -15,6 +15,7 @@ from torch import Tensor
 from epmoe.core.capabilities import Capabilities
 from epmoe.core.contract import Delivers
 from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.memory import LayerSize, Memory
 from epmoe.core.numerics import sum_in_order
 from epmoe.core.packed_rows import RowLayout
 from epmoe.core.parts import ExchangePart
@@ -106,6 +107,14 @@ class FixedCapacity(Exchange[Tensor]):
     # --8<-- [end:combine]
 
 
+def _memory(size: LayerSize) -> Memory:
+    """Send, receive and return buffers are kept; a call adds slots and the sum of what came home."""
+    hidden = size.shape.hidden
+    row_bytes = RowLayout(hidden, size.shape.topk, size.dtype).row_bytes
+    kept = size.rows("topk") * (2 * row_bytes + 4 * hidden)
+    return Memory(kept, 32 * size.assignments + 4 * size.capacity * hidden)
+
+
 EXCHANGE = ExchangePart(
     name="fixed_capacity",
     summary="one packed all-to-all out, one back, of a size that everybody knows",
@@ -121,4 +130,5 @@ EXCHANGE = ExchangePart(
     factory=FixedCapacity,
     options=OPTION,
     overflow="rounds",
+    memory=_memory,
 )

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from epmoe.core import ledger
 from epmoe.core.capabilities import Capabilities
+from epmoe.core.contract import Delivers
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.experts import weigh_and_sum
+from epmoe.core.memory import LayerSize, Memory
 from epmoe.core.numerics import matmul_float32, swiglu
 from epmoe.core.parts import ExpertsPart
 from epmoe.core.split import Experts, Rows
@@ -164,6 +166,17 @@ def _against_grouped_mm(weights: ExpertWeights) -> list[str]:
     return reasons
 
 
+def _memory(size: LayerSize, delivers: Delivers) -> Memory:
+    """Rows of all assignments before and after; by blocks they are padded, by "grouped_mm" they pass SwiGLU at once."""
+    H, I, value = size.shape.hidden, size.shape.intermediate, size.dtype.itemsize
+    N, R = size.assignments, size.rows(delivers.places)
+    padded = BLOCK * min(N, N // BLOCK + size.local_experts)
+    one_expert = H * I * (3 * value + 4) + BLOCK * (4 * H + I * (3 * value + 16))
+    blocks = H * (4 * N + max(2 * value * padded, 4 * N + 8 * R)) + 48 * (N + padded) + one_expert
+    at_once = N * (4 * H + 3 * I) * value + N * (16 * I + 4 * H) + 32 * N
+    return Memory(kept=0, call=blocks if size.device == "cpu" else max(blocks, at_once))
+
+
 EXPERTS = ExpertsPart(
     name="grouped",
     summary="a grouped product of a static number of rows",
@@ -171,6 +184,7 @@ EXPERTS = ExpertsPart(
     factory=lambda spec, workspace, delivers: StaticExperts(
         spec.weights, str(spec.options.get("product", "auto"))
     ),
+    memory=_memory,
     options={
         "product": '"grouped_mm", "blocks" or "auto": how rows are multiplied with their experts'
     },

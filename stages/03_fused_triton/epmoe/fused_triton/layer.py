@@ -12,6 +12,8 @@ from epmoe.core.capabilities import Capabilities
 from epmoe.core.compose import compose
 from epmoe.core.contract import Delivers
 from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.memory import LayerSize, Memory
+from epmoe.core.packed_rows import RowLayout
 from epmoe.core.parts import ExchangePart, ExpertsPart
 from epmoe.core.placement import KINDS
 from epmoe.core.split import Exchange, Experts
@@ -34,6 +36,23 @@ def _experts(spec: LayerSpec, workspace: Workspace, delivers: Delivers) -> Exper
     from epmoe.fused_triton.experts import TritonExperts
 
     return TritonExperts(spec, workspace, delivers)
+
+
+def _exchange_memory(size: LayerSize) -> Memory:
+    """The buffers of the stage before; a call adds contiguous copies of what it is given, at most."""
+    hidden, topk = size.shape.hidden, size.shape.topk
+    row_bytes = RowLayout(hidden, topk, size.dtype).row_bytes
+    kept = size.rows("topk") * (2 * row_bytes + 4 * hidden)
+    return Memory(kept, size.capacity * (8 * topk + hidden * size.dtype.itemsize))
+
+
+def _experts_memory(size: LayerSize, delivers: Delivers) -> Memory:
+    """Rows between the products, and their float32 results, are kept; a call adds the list of tiles and the sums."""
+    H, I, N = size.shape.hidden, size.shape.intermediate, size.assignments
+    tiles = 16 * N + 32 * size.local_experts
+    return Memory(
+        kept=N * (I * size.dtype.itemsize + 4 * H), call=tiles + 4 * size.rows(delivers.places) * H
+    )
 
 
 EXCHANGE = ExchangePart(
@@ -59,6 +78,7 @@ EXCHANGE = ExchangePart(
         "ring": "round to the layer's dtype after every rank in the merge, as a ring of partial sums does (less exact)",
     },
     overflow="rounds",
+    memory=_exchange_memory,
 )
 
 EXPERTS = ExpertsPart(
@@ -78,6 +98,7 @@ EXPERTS = ExpertsPart(
         **WITHOUT,
         "batch_invariant": "one tile size for all calls: a token's bits do not depend on its batch",
     },
+    memory=_experts_memory,
     grants={"batch_invariant": {"batch_invariant": True}},
     tuner=TUNER,
 )
