@@ -122,9 +122,9 @@ class SplitLayer(MoELayer, Generic[State]):
         self.workspace.enter(x_TH.device)
         with phase("dispatch"):
             sent = self.exchange.dispatch(x_TH, topk_ids_TK, topk_weights_TK, capacity)
-        return self._compute_and_return(*sent, capacity)
+        return self._compute_and_combine(*sent, capacity)
 
-    def _compute_and_return(self, rows: Rows, state: State, capacity: int) -> Tensor:
+    def _compute_and_combine(self, rows: Rows, state: State, capacity: int) -> Tensor:
         self._hold(lambda: self._promises.broken_by(rows, capacity))
         with phase("experts", rows=len(rows.x_RH)):
             y_RH = self.experts(rows)
@@ -163,7 +163,7 @@ class SplitLayer(MoELayer, Generic[State]):
                 sent = exchange.route_and_dispatch(x_TH, logits_TE, bias_E, *routing, capacity)
             if self.counter is not None:
                 self.counter.add(ids_TK)
-            return self._compute_and_return(*sent, capacity)
+            return self._compute_and_combine(*sent, capacity)
 
     @property
     def has_router(self) -> bool:
