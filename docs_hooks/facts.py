@@ -12,7 +12,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from docs_hooks import fact_stages, fact_tables, idea_figures  # noqa: F401  fact_stages registers its own
+from docs_hooks import (
+    fact_parts,  # noqa: F401  registers its own
+    fact_stages,  # noqa: F401  registers its own
+    fact_tables,
+    idea_figures,
+)
 from docs_hooks.markdown import figure
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,12 +173,16 @@ def test_all_reasons_and_what_would_pair():
 
 
 def test_the_fix_lists_who_would_fit(register):
-    register(registry.EXPERTS, "ours", experts(accepts=Accepts(sizes=("data",))))
+    """And the page about mixing quotes it word for word."""
+    mine = replace(EXPERTS, name="mine", accepts=Accepts(sizes=("data",)))
+    register(registry.EXPERTS, "mine", mine)
     with pytest.raises(UnsupportedError) as told:
-        registry.load("fixed_capacity+ours")
+        registry.load("fixed_capacity+mine")
     text = str(told.value)
     assert "fixed_capacity goes with the experts grouped, loop, triton" in text
-    assert "ours with the exchanges variable_a2a" in text
+    assert "mine with the exchanges variable_a2a" in text
+    page = Path(__file__).parents[1] / "docs" / "use" / "mix.md"
+    assert text in " ".join(page.read_text().split())
 
 
 def test_build_refuses_it_too(register):

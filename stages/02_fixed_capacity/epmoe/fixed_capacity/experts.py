@@ -179,7 +179,7 @@ def _memory(size: LayerSize, delivers: Delivers) -> Memory:
 
 EXPERTS = ExpertsPart(
     name="grouped",
-    summary="a grouped product of a static number of rows",
+    summary="torch's grouped product, or blocks of rows",
     capabilities=Capabilities(graph_capturable=True, deterministic=True),
     factory=lambda spec, workspace, delivers: StaticExperts(
         spec.weights, str(spec.options.get("product", "auto"))
