@@ -127,7 +127,7 @@ def test_wishes_and_options_decide():
     assert described(group, wishes=Wishes(deterministic=True))["stage"] == "02_fixed_capacity"
     assert described(group, product="blocks")["product"] == "blocks"
     nobody = said(group, "auto", wishes=Wishes(memory=1))
-    assert nobody.startswith("UnsupportedError: no stage can serve memory=1, dtype=torch.float32")
+    assert nobody.startswith("UnsupportedError: no stage can serve memory=1 B, dtype=float32")
     for name in ("00_reference", "01_variable_a2a", "02_fixed_capacity", "03_fused_triton"):
         assert f"{name}: " in nobody
     assert "has no option colour" in said(group, "auto", colour="red")

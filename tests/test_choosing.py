@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from epmoe.core import registry
 from epmoe.core.capabilities import Capabilities, Spec
 from epmoe.core.choosing import LADDER_ORDER, Verdict, candidates, merge, select
 from epmoe.core.errors import InputError, UnsupportedError
@@ -143,7 +144,7 @@ def test_nobody_can_lists_everybody():
     with pytest.raises(UnsupportedError) as caught:
         select(Spec(dtype=torch.float64), {"broken": broken, "slow": SLOW, "fast": FAST}, ())
     said = str(caught.value)
-    assert said.startswith("no stage can serve dtype=torch.float64: broken: stage broken cannot")
+    assert said.startswith("no stage can serve dtype=float64: broken: stage broken cannot")
     assert "slow: dtype torch.float64 is not among" in said
     assert "fast: dtype torch.float64 is not among" in said
     with pytest.raises(UnsupportedError, match="no stage can serve anything: no stage is regist"):
@@ -175,3 +176,22 @@ def test_a_group_needs_everyone_able():
         ["no"],
         ["rank 1: is not registered"],
     ]
+
+
+def test_pairs_are_candidates_and_parts_that_cannot_be_imported_are_named(monkeypatch):
+    """Everything that `build` takes is weighed; nothing that is registered goes missing without a word."""
+    real = registry.loaded
+
+    def loaded(group: str) -> dict:
+        broken = UnsupportedError(f"{group} broken cannot be imported: no module")
+        parts = {} if group == registry.STAGES else {"broken": broken}
+        return {**parts, **real(group)}
+
+    monkeypatch.setattr(registry, "loaded", loaded)
+    found = candidates()
+    assert set(registry.pairs()) <= set(found)
+    assert "epmoe.exchanges broken cannot be imported" in str(found["broken+*"])
+    assert "epmoe.experts broken cannot be imported" in str(found["*+broken"])
+    reasons = select(Spec(), found, ()).reasons
+    assert reasons["broken+*"] == ["epmoe.exchanges broken cannot be imported: no module"]
+    assert "measured that puts it before" in reasons["fixed_capacity+loop"][0]

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
 from epmoe.core.errors import InputError
-from epmoe.core.memory import LayerSize
+from epmoe.core.memory import LayerSize, in_words
 from epmoe.core.shape import MoEShape
 
 FLAGS = ("graph_capturable", "deterministic", "batch_invariant", "maskable")
@@ -146,9 +147,13 @@ class Spec(Wishes):
     def __str__(self) -> str:
         """Only what is asked for."""
         asked = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        words = [f"{name}={_short(value)}" for name, value in asked if value]
+        words = [f"{name}={_short(name, value)}" for name, value in asked if value]
         return ", ".join(words) or "anything"
 
 
-def _short(value: object) -> object:
-    return value.name if isinstance(value, MoEShape) else value
+def _short(name: str, value: Any) -> str:
+    if name == "arch":
+        return ".".join(map(str, value))
+    if name == "memory":
+        return in_words(value)
+    return value.name if isinstance(value, MoEShape) else str(value).removeprefix("torch.")

@@ -148,9 +148,14 @@ def needs(spec: "LayerSpec") -> Spec:
 
 def candidates() -> dict[str, Stage | UnsupportedError]:
     """Everything registered, or why it cannot be imported; the preferred ones last: the ladder, in its order."""
-    names = registry.names()
-    rungs = [name for name in names if _is_rung(name)]
-    return {name: _load(name) for name in [*(n for n in names if n not in rungs), *rungs]}
+    stages = registry.loaded(registry.STAGES)
+    rungs = {name: stage for name, stage in stages.items() if _is_rung(name)}
+    return {
+        **_unusable_parts(),
+        **{pair: registry.load(pair) for pair in registry.pairs()},
+        **{name: stage for name, stage in stages.items() if name not in rungs},
+        **rungs,
+    }
 
 
 def judge(spec: Spec, stages: Candidates) -> dict[str, Verdict]:
@@ -188,11 +193,18 @@ def merge(by_rank: Sequence[Mapping[str, Verdict]]) -> dict[str, Verdict]:
     return merged
 
 
-def _load(name: str) -> Stage | UnsupportedError:
-    try:
-        return registry.load(name)
-    except UnsupportedError as error:
-        return error
+def _unusable_parts() -> dict[str, UnsupportedError]:
+    """Parts that cannot be imported: no pair has them, and this is why."""
+    forms = {
+        registry.EXCHANGES: f"{{}}{registry.JOINT}*",
+        registry.EXPERTS: f"*{registry.JOINT}{{}}",
+    }
+    return {
+        form.format(name): part
+        for group, form in forms.items()
+        for name, part in registry.loaded(group).items()
+        if isinstance(part, UnsupportedError)
+    }
 
 
 def _is_rung(name: str) -> bool:

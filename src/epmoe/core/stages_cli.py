@@ -137,8 +137,11 @@ def _table(data: dict[str, Any]) -> Table:
     if data["chosen"] is not None:
         options = "".join(f", with {name}={value}" for name, value in data["options"].items())
         table.add_row("[green]chosen[/green]", data["chosen"], data["by"] + options)
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name, reasons in reversed(data["reasons"].items()):  # the preferred ones first
-        table.add_row("", name, Text("\n".join(reasons)))
+        alike.setdefault(tuple(reasons), []).append(name)
+    for reasons, names in alike.items():
+        table.add_row("", "\n".join(names), Text("\n".join(reasons)))
     if data["chosen"] is None:
         table.caption = "No stage can serve this."
     return table
