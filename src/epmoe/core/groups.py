@@ -139,6 +139,17 @@ class EPGroup:
                 dist.destroy_process_group(made)
         self.closed, self.process_group, self.control_group, self.store = True, None, None, None
 
+    def abandon(self) -> None:
+        """Give the group back without a word to the others, some of whom have died. A joined one is left to its maker.
+
+        Exchanges that wait for the dead are broken off; what they would have written is undefined.
+        """
+        if not self.closed and self.owns_process_group:
+            pgs.abort(self.process_group)
+        for group in (self, *self._subgroups.values()):
+            if group is not None:
+                group.closed, group.process_group, group.control_group = True, None, None
+
     @property
     def operations(self) -> int:
         """How many times this process has communicated through this group, its subgroups included."""

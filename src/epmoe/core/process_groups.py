@@ -83,6 +83,15 @@ def first_ranks(parent: Any, n: int) -> Any:
     return dist.new_group(ranks, backend=config, use_local_synchronization=True)
 
 
+def abort(group: Any) -> None:
+    """Destroy `group`, with all others where it is the default one, and talk to nobody: peers may be dead."""
+    if "cuda:nccl" in backends(group):
+        # Destroying would wait for kernels that wait for the dead. torch has no public name for this yet.
+        dist.distributed_c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
+
+
 def rendezvous(where: str, rank: int, size: int, limit: timedelta) -> Any:
     """The store where ranks meet: a file (which means one host), or what a url names."""
     if "://" not in where:
