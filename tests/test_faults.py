@@ -1,0 +1,128 @@
+"""Ranks are killed for real between calls; those that are left make smaller groups and go on with right values."""
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from epmoe.core import groups, registry
+from epmoe.core.cases import Case
+from epmoe.core.errors import DisagreementError, InputError
+from epmoe.core.faults import regroup
+from epmoe.core.groups import EPGroup
+from epmoe.core.launch import RankPool
+from epmoe.core.shape import MoEShape
+from tests import fault_ranks
+
+SHAPE = MoEShape(hidden=16, intermediate=8, experts=6, topk=2)
+HOMES = ((0, 1, 2, 3), (0,), (1, 2), (1, 3), (2,), (0, 1))
+DEATHS = (0, 2, 3)  # the first rank, one in the middle, the last: of four, one is left
+STAGES = registry.names()
+LIMIT = 200.0  # seconds for everything
+
+
+def case_of(stage: str) -> Case:
+    lost = "renormalise" if stage == STAGES[1] else "drop"
+    placement = "contiguous" if stage == STAGES[0] else HOMES
+    return Case(stage=stage, shape=SHAPE, tokens=((3, 2, 0, 4),), placement=placement, lost=lost)
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory) -> Iterator[dict[int, list[fault_ranks.Step]]]:
+    """What every rank reported, by rank; the processes are ended whatever happens."""
+    cases = [case_of(stage) for stage in STAGES]
+    folder = str(tmp_path_factory.mktemp("faults"))
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [Rank(spawn, rank, folder, cases) for rank in range(4)]
+    deadline = time.monotonic() + LIMIT
+    try:
+        yield {rank.number: rank.hear(deadline) for rank in ranks}
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
+
+
+class Rank:
+    """One process and what it says."""
+
+    def __init__(self, spawn, number: int, folder: str, cases: list[Case]):
+        self.number = number
+        self.conn, theirs = spawn.Pipe(duplex=False)
+        arguments = (number, folder, cases, DEATHS, theirs)
+        self.process = spawn.Process(target=fault_ranks.live, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hear(self, deadline: float) -> list[fault_ranks.Step]:
+        said = []
+        while self.conn.poll(max(0.0, deadline - time.monotonic())):
+            try:
+                said.append(self.conn.recv())
+            except EOFError:  # dead, or done
+                return [step for step in said if step != "done"]
+        raise TimeoutError(f"rank {self.number} hangs after {said}")
+
+
+def test_everybody_lives_as_long_as_it_should(steps):
+    assert {rank: len(said) for rank, said in steps.items()} == {0: 0, 1: 3, 2: 1, 3: 2}
+    assert [step.ranks for step in steps[1]] == [3, 2, 1]
+
+
+def test_survivors_are_woken(steps):
+    """Who waits for the dead gets an error that says so, long before the time limit."""
+    for said in steps.values():
+        for step in said:
+            assert step.noticed, step
+            assert step.waited < fault_ranks.TIMEOUT / 3, step
+
+
+@pytest.mark.parametrize("death", range(len(DEATHS)))
+@pytest.mark.parametrize("rung", STAGES)
+def test_survivors_go_on(steps, rung, death):
+    """Replicas take over; what has no home left is dropped, or the rest renormalised."""
+    survivors = [rank for rank in range(4) if rank not in DEATHS[: death + 1]]
+    for rank in survivors:
+        row = steps[rank][death].rows[STAGES.index(rung)]
+        assert row is None or row.right, row
+
+
+# ---- what is refused
+
+
+def test_who_is_gone_cannot_regroup(tmp_path):
+    group = EPGroup(1, 3, groups.single().device, "gloo", owns_process_group=True)
+    for gone, message in (
+        ([1], "this is rank 1, which is said to be gone"),
+        ([3], "rank 3 cannot be gone"),
+        ([0, 1, 2], "all 3 ranks are gone"),
+    ):
+        with pytest.raises(InputError, match=message):
+            regroup(group, gone, tmp_path / "new")
+
+
+def test_a_joined_group_is_its_makers(tmp_path):
+    group = EPGroup(0, 2, groups.single().device, "gloo")
+    with pytest.raises(InputError, match="was joined: let its maker"):
+        regroup(group, [1], tmp_path / "new")
+
+
+def disagree(group: EPGroup, folder: str) -> str:
+    """Rank 0 believes that 1 has died, rank 2 that 0 has; rank 1 does nothing. Rank 0 and 2 meet."""
+    if group.rank == 1:
+        group.abandon()
+        return "idle"
+    try:
+        regroup(group, [1] if group.rank == 0 else [0], f"{folder}/new", timeout=20)
+    except DisagreementError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_survivors_must_agree_who_has_died(tmp_path):
+    with RankPool(3, "cpu") as pool:
+        first, idle, last = pool.run(disagree, str(tmp_path), timeout=60)
+    assert idle == "idle"
+    assert first == last
+    assert "[(0, [1]), (2, [0])]" in first
