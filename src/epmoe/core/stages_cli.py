@@ -39,8 +39,9 @@ def refuse_questions(context: typer.Context) -> None:
 
 
 def listing() -> tuple[list[dict[str, Any]], Table]:
-    """The registered stages and what they declare, as data and as a table."""
+    """The registered stages and what they declare, as data and as a table, which names the pairs below."""
     table = Table("stage", "idea", "graph", "deterministic", "batch invariant", box=None)
+    table.caption = f"And pairs of exchange{registry.JOINT}experts: {', '.join(registry.pairs())}"
     data = []
     for name in registry.names():
         try:
@@ -105,7 +106,7 @@ def situation(
     return Spec(
         dtype=named_dtype(dtype, device),
         device=device,
-        device_name=device_name(torch.device(device)) if mine else None,
+        device_name=device_name(device) if mine else None,
         arch=_arch(arch) if arch else _arch_here(device, here),
         transport=_transport(transport, device, ranks),
         placement=placement,
