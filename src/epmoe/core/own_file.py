@@ -24,9 +24,10 @@ def default_file() -> Path:
     return Path(named) if named else Path.home() / ".cache" / "epmoe" / "tuning.json"
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: torch.device | str) -> str:
     """How measurements call a device: a GPU by its name, any CPU "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    where = torch.device(device)
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
 
 
 def load(path: Path) -> dict[str, Any]:

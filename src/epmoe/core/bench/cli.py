@@ -11,6 +11,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from epmoe.core import groups
+from epmoe.core.bench import remember as keeping
 from epmoe.core.bench import results, vllm_subjects
 from epmoe.core.bench.run import Config, estimate_seconds, run
 from epmoe.core.bench.subjects import resolve_names
@@ -37,6 +38,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _console = Console()
+_notes = Console(stderr=True)
 _Whole = Annotated[int, typer.Option(min=1)]
 
 
@@ -85,6 +87,9 @@ def run_command(
     profile: Annotated[
         bool, typer.Option("--profile", help="Record kernel times too: where the time goes.")
     ] = False,
+    remember: Annotated[
+        bool, typer.Option("--remember", help="Keep the times of stages where `auto` looks.")
+    ] = False,
     seconds: Annotated[
         float | None, typer.Option(help="Start no new T after so many seconds.")
     ] = None,
@@ -129,8 +134,12 @@ def run_command(
             "compilation and tuning come on top"
         )
         return
+    if remember:
+        keeping.check(device, ep, loopback)
     result = _run(config, device, timeout)
     if os.environ.get("RANK", "0") == "0":
+        if remember:
+            _notes.print(keeping.keep(result), style="dim", highlight=False)
         _finish(result, json_to, save_vllm_config)
 
 
