@@ -39,10 +39,10 @@ def played(case: Case, rank: int):
     return group, layer
 
 
-def share(case: Case, rank: int, call: Call) -> Answer:
+def share(case: Case, rank: int, source: int, call: Call) -> Answer:
     """What `rank` owes the tokens of one source."""
     x_TH, ids_TK, weights_TK = call
-    mine_TK = local_share(ids_TK, case.placed().owner_table(), rank)
+    mine_TK = local_share(ids_TK, case.placed().owner_table(source=source), rank)
     everything = case.weights_of(range(case.shape.experts)).to(torch.float64)
     return oracle(x_TH.double(), mine_TK, weights_TK, everything, torch.float64)
 
@@ -51,8 +51,8 @@ def owed(case: Case, rank: int, tokens: int) -> tuple[Tensor, Tensor]:
     """The sum over sources of what `rank` owes their first `tokens` tokens, and the size of its terms."""
     y_TH = torch.zeros(tokens, case.shape.hidden, dtype=torch.float64)
     terms_T = torch.zeros(tokens, dtype=torch.float64)
-    for call in calls_of(case):
-        answer = share(case, rank, call)
+    for source, call in enumerate(calls_of(case)):
+        answer = share(case, rank, source, call)
         count = min(tokens, len(answer.y_TH))
         y_TH[:count] += answer.y_TH[:count]
         terms_T[:count] += answer.terms_T[:count]
@@ -60,7 +60,11 @@ def owed(case: Case, rank: int, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["uniform", "one_rank", "masked"])
-@pytest.mark.parametrize("placement", ["contiguous", (2, 0, 1, 1, 2, 0, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "placement",
+    ["contiguous", (2, 0, 1, 1, 2, 0, 2, 1), ((0, 1, 2), 0, (0, 2), 1, 1, (1, 2), 2, 0)],
+    ids=["contiguous", "explicit", "replicated"],
+)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_the_result_is_what_this_rank_owes_every_source(rank, kind, placement):
     case = case_of(kind=kind, placement=placement)

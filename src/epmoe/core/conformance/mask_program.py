@@ -15,6 +15,7 @@ from epmoe.core.conformance.program import caught, judge
 from epmoe.core.graphs import GraphedCall
 from epmoe.core.groups import EPGroup
 from epmoe.core.routing import route
+from epmoe.core.split import Rows, SplitLayer
 from epmoe.core.verify import Row, bring, build_case, differ, worst_row
 
 
@@ -42,6 +43,27 @@ def come_and_go(
         graph.close()
     layer.close()
     return {"rows": rows, "first_again": first_again, "gone": gone}
+
+
+def served(group: EPGroup, case: Case) -> list[int] | None:
+    """How many assignments of call 0 arrive at each slot of this rank; None where the layer does not say."""
+    layer = build_case(group, case)
+    if not isinstance(layer, SplitLayer):
+        layer.close()
+        return None
+    local, experts = len(case.placed().experts_of(group.rank)), layer.experts
+    arrived_E = torch.zeros(local, dtype=torch.int64)
+
+    def watched(rows: Rows) -> Tensor:
+        slots_N = rows.slots_RJ.flatten().cpu()
+        real_N = slots_N[(slots_N >= 0) & (slots_N < local)]
+        arrived_E.add_(torch.bincount(real_N, minlength=local))
+        return experts(rows)
+
+    layer.experts = watched  # pyright: ignore[reportAttributeAccessIssue]
+    layer(*bring(group, case, 0))
+    layer.close()
+    return arrived_E.tolist()
 
 
 def from_logits(group: EPGroup, case: Case, biased: bool) -> Row | None:
