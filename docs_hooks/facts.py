@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from docs_hooks import (
+    fact_choosing,  # noqa: F401  registers its own
     fact_parts,  # noqa: F401  registers its own
     fact_stages,  # noqa: F401  registers its own
     fact_tables,

@@ -74,7 +74,7 @@ def test_the_last_rung_that_can_is_chosen_with_reasons():
         (Spec(options={"colour": "red"}), "has no option colour"),
         (
             Spec(memory=4000, shape=TINY, ranks=2, tokens=16, dtype=torch.bfloat16),
-            "buffers may take 4.0 KiB kept and 1,000 B in a call, over the limit of 3.9 KiB",
+            "buffers may take 4.0 KiB for good and 1,000 B in a call, over the limit of 3.9 KiB",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, Spec) else "",

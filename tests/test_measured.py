@@ -63,9 +63,7 @@ TIMES = {"00_slow": 20.0, "01_other": 10.0, "02_fast": 15.0}
 def test_measured_wins_over_ladder_order():
     found = select(LAYER, STAGES, [comparison(TIMES)])
     assert found.chosen == "01_other"
-    assert found.by == (
-        "measured: 10.0 us, T=8 on NVIDIA H200, 2026-11-29T12:00:00+00:00 (torch 2.11.0)"
-    )
+    assert found.by == ("measured: 10.0 us, T=8 on NVIDIA H200, 2026-11-29 (torch 2.11.0)")
     assert found.reasons == {
         "00_slow": ["could serve this in 20.0 us, 01_other takes 10.0 us"],
         "02_fast": ["could serve this in 15.0 us, 01_other takes 10.0 us"],

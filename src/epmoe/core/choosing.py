@@ -234,8 +234,10 @@ def _too_much_memory(stage: Stage, spec: Spec) -> list[str]:
     needs = stage.memory(size)
     if needs.total <= spec.memory:
         return []
-    words = f"{in_words(needs.kept)} kept and {in_words(needs.call)} in a call"
-    return [f"buffers may take {words}, over the limit of {in_words(spec.memory)}"]
+    kept = f"{in_words(needs.kept)} for good and " if needs.kept else ""
+    return [
+        f"buffers may take {kept}{in_words(needs.call)} in a call, over the limit of {in_words(spec.memory)}"
+    ]
 
 
 def _choose(spec: Spec, verdicts: Mapping[str, Verdict], found: Comparison | None) -> Selection:

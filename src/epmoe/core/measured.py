@@ -71,8 +71,9 @@ class Comparison:
         return abs(math.log2(mine.tokens / spec.tokens))
 
     def __str__(self) -> str:
+        day = self.created.partition("T")[0]
         libraries = ", ".join(f"{name} {found}" for name, found in self.versions.items() if found)
-        return f"T={self.situation.tokens} on {self.device}, {self.created} ({libraries})"
+        return f"T={self.situation.tokens} on {self.device}, {day} ({libraries})"
 
     def entry(self) -> dict[str, Any]:
         """As the file keeps it."""

@@ -1,6 +1,7 @@
 """`epmoe stages`: what is registered; with --why, which of it serves best, and why not the others."""
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from epmoe.core import choosing, registry
 from epmoe.core.capabilities import Spec
 from epmoe.core.errors import EpmoeError, InputError, UnsupportedError
+from epmoe.core.measured import Comparison
 from epmoe.core.memory import parse_bytes
 from epmoe.core.numerics import named_dtype
 from epmoe.core.own_file import device_name
@@ -122,15 +124,26 @@ def situation(
 
 def why(spec: Spec) -> tuple[dict[str, Any], Group]:
     """The choice for `spec` with every reason, as data and as a table; "chosen" is None where nothing can."""
-    verdicts = choosing.judge(spec, choosing.candidates())
-    if any(not verdict.reasons for verdict in verdicts.values()):
-        found = choosing.select(spec)
-        data = asdict(found)
-    else:
-        reasons = {name: verdict.reasons for name, verdict in verdicts.items()}
-        data = {"chosen": None, "by": None, "options": {}, "reasons": reasons}
+    data = weigh(spec)
     asked = Text.assemble(("asked for ", "dim"), str(spec))
     return {"asked": str(spec), **data}, Group(asked, _table(data))
+
+
+def weigh(spec: Spec, comparisons: Sequence[Comparison] | None = None) -> dict[str, Any]:
+    """As `choosing.select`, as data; where nothing can, "chosen" is None and the reasons are there all the same."""
+    verdicts = choosing.judge(spec, choosing.candidates())
+    if any(not verdict.reasons for verdict in verdicts.values()):
+        return asdict(choosing.select(spec, comparisons=comparisons))
+    reasons = {name: verdict.reasons for name, verdict in verdicts.items()}
+    return {"chosen": None, "by": None, "options": {}, "reasons": reasons}
+
+
+def alike(reasons: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
+    """(names, reasons) of those passed over, with the same reasons together, the preferred ones first."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, why_not in reversed(reasons.items()):
+        found.setdefault(tuple(why_not), []).append(name)
+    return [(names, list(why_not)) for why_not, names in found.items()]
 
 
 def _table(data: dict[str, Any]) -> Table:
@@ -138,10 +151,7 @@ def _table(data: dict[str, Any]) -> Table:
     if data["chosen"] is not None:
         options = "".join(f", with {name}={value}" for name, value in data["options"].items())
         table.add_row("[green]chosen[/green]", data["chosen"], data["by"] + options)
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, reasons in reversed(data["reasons"].items()):  # the preferred ones first
-        alike.setdefault(tuple(reasons), []).append(name)
-    for reasons, names in alike.items():
+    for names, reasons in alike(data["reasons"]):
         table.add_row("", "\n".join(names), Text("\n".join(reasons)))
     if data["chosen"] is None:
         table.caption = "No stage can serve this."
