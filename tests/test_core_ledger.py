@@ -82,6 +82,17 @@ def test_triton_launches_and_rows_are_reported():
     assert (book.launches["kernel"], book.rows_computed) == (1, 7)
 
 
+def test_without_operators_only_reports_are_counted():
+    group = groups.single()
+    with ledger.record() as every, ledger.record(operators=False) as reported:
+        X.neg().tolist()
+        ledger.record_rows(lambda: int(X[2]))
+        group.all_to_all(torch.empty(6), X)
+    assert (reported.rows_computed, len(reported.collectives)) == (2, 1)
+    assert reported.launches.total() == reported.host_syncs.total() == reported.allocations == 0
+    assert (every.launches["neg"], every.rows_computed, every.host_syncs["tolist"]) == (1, 2, 1)
+
+
 def test_blocks_nest():
     with ledger.record() as outer:
         X.neg()

@@ -13,7 +13,7 @@ from epmoe.core.errors import InputError
 from epmoe.core.expert_tables import ExpertTables
 from epmoe.core.graphs import GraphedCall
 from epmoe.core.groups import EPGroup
-from epmoe.core.placement import Placement, contiguous, replicated
+from epmoe.core.placement import Placement, contiguous, replicated, round_robin
 from epmoe.core.routing_stats import (
     RoutingCounter,
     RoutingStats,
@@ -157,8 +157,16 @@ def test_the_table_says_what_the_numbers_say():
         console.print(render(toy_stats().with_delivered([4, 4])))
     words = " ".join(said.get().split())
     assert "0 2 0 4 1.00 2 4 3" in words
-    assert "4 of 4 experts are named; the busiest, 0, 2 times, 1.00 times the mean" in words
-    assert "75% of the rows that the experts were given were needed there" in words
+    assert "4 of 4 experts are named; the busiest, expert 0, 2 times, 1.00 times the mean" in words
+    assert "75% of the rows given to experts are needed" in words
+
+
+def test_statistics_add_up_where_the_map_is_one():
+    twice = toy_stats() + toy_stats()
+    assert (twice.visits, twice.hits_SD, twice.tokens) == ((4, 4, 4, 4), ((4, 2), (2, 4)), (4, 4))
+    other = count_draw([TOY.ids_TK(rank) for rank in range(2)], round_robin(4, 2))
+    with pytest.raises(InputError, match="owners differ"):
+        _ = twice + other
 
 
 @pytest.mark.gpu

@@ -37,8 +37,11 @@ class Router:
 
     def __call__(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """topk_ids_TK int32 and topk_weights_TK float32 of x_TH [T, H]."""
-        logits_TE = x_TH.float() @ self.weight_EH.float().T
-        return route(logits_TE, self.config, self.topk, self.bias_E)
+        return route(self.logits(x_TH), self.config, self.topk, self.bias_E)
+
+    def logits(self, x_TH: Tensor) -> Tensor:
+        """logits_TE [T, E] float32."""
+        return x_TH.float() @ self.weight_EH.float().T
 
 
 class MoEBlock:

@@ -214,6 +214,12 @@ def _add_balance() -> None:
     app.command("balance")(balance_command)
 
 
+def _add_trace() -> None:
+    from epmoe.core.trace_cli import trace_command
+
+    app.command("trace")(trace_command)
+
+
 def _add_bench() -> None:
     from epmoe.core.bench.cli import app as bench
 
@@ -228,5 +234,6 @@ def _add_vllm() -> None:
 
 _add_plan()
 _add_balance()
+_add_trace()
 _add_bench()
 _add_vllm()

@@ -179,6 +179,18 @@ class RoutingStats:
         """Assignments of the busiest expert over the mean of all experts."""
         return _over_mean(self.visits)
 
+    def __add__(self, other: "RoutingStats") -> "RoutingStats":
+        """Both together; of the same map, and without `delivered`, which belongs to the whole."""
+        if self.owners_SE != other.owners_SE:
+            raise InputError("the owners differ: add up statistics of one placement and one mask")
+        return RoutingStats(
+            visits_SE=_sums(self.visits_SE, other.visits_SE),
+            owners_SE=self.owners_SE,
+            hits_SD=_sums(self.hits_SD, other.hits_SD),
+            idle=_sums([self.idle], [other.idle])[0],
+            tokens=_sums([self.tokens], [other.tokens])[0],
+        )
+
     def with_delivered(self, delivered: Sequence[int]) -> "RoutingStats":
         """The same with the rows that every rank's experts were given. Raises InputError for fewer than were needed."""
         for rank, (given, needed) in enumerate(zip(delivered, self.needed, strict=True)):
@@ -189,17 +201,21 @@ class RoutingStats:
         return RoutingStats(**{**vars(self), "delivered": tuple(delivered)})
 
 
+def _sums(a: Sequence[tuple[int, ...]], b: Sequence[tuple[int, ...]]) -> Matrix:
+    return tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(a, b, strict=True))
+
+
 def _over_mean(counts: Sequence[int]) -> float:
     return max(counts) * len(counts) / sum(counts) if sum(counts) else 1.0
 
 
 def render(stats: RoutingStats) -> Table:
-    """One row per rank, and what holds for all of them below."""
+    """One row per rank, and below what holds for all of them."""
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, caption=_caption(stats), caption_justify="left"
     )
-    names = ("rank", "tokens", "of no expert", "assignments", "over mean", "active experts")
-    for name in (*names, *(("rows given", "needed") if stats.delivered else ())):
+    names = ("rank", "tokens", "idle", "assigned", "over mean", "active")
+    for name in (*names, *(("given", "needed") if stats.delivered else ())):
         table.add_column(name, justify="right", no_wrap=True)
     mean = sum(stats.assignments) / stats.ranks
     for rank, assigned in enumerate(stats.assignments):
@@ -214,12 +230,14 @@ def _caption(stats: RoutingStats) -> str:
     visits = stats.visits
     named = sum(1 for count in visits if count)
     lines = [
-        f"{named} of {len(visits)} experts are named; the busiest, {visits.index(max(visits))}, {max(visits)} times, "
-        f"{stats.expert_imbalance:.2f} times the mean",
+        "tokens, and of them idle ones without an expert, by source rank; assigned (token, expert) pairs and active "
+        "experts by owner rank",
+        f"{named} of {len(visits)} experts are named; the busiest, expert {visits.index(max(visits))}, {max(visits)} "
+        f"times, {stats.expert_imbalance:.2f} times the mean of the experts",
         f"the fullest rank computes {stats.rank_imbalance:.2f} times the mean of the ranks",
     ]
     if stats.needed_share is not None:
         lines.append(
-            f"{stats.needed_share:.0%} of the rows that the experts were given were needed there"
+            f"{stats.needed_share:.0%} of the rows given to experts are needed: one per token and rank that it names"
         )
     return "\n".join(lines)

@@ -194,7 +194,7 @@ def padding_command(
         shape,
         parse_tokens(tokens),
         parse_tokens(ep),
-        [_routing(word) for word in routings.split(",")],
+        [Routing.parse(word) for word in routings.split(",")],
         draws,
         timeout,
     )
@@ -202,14 +202,6 @@ def padding_command(
         command = shlex.join(["epmoe", *sys.argv[1:]])
         padding.save(Path(str(json_to)), counted, shape, draws, command)
     _console.print(render_padding(counted))
-
-
-def _routing(word: str) -> Routing:
-    kind, _, skew = word.partition(":")
-    try:
-        return Routing(kind=kind, skew=float(skew) if skew else 1.0)
-    except ValueError as error:
-        raise InputError(f"routing {word!r}: {error}") from None
 
 
 @app.command("report")

@@ -62,6 +62,18 @@ class Routing:
         if self.kind not in ROUTINGS:
             raise InputError(f"routing={self.kind!r}: choose one of {', '.join(ROUTINGS)}")
 
+    @classmethod
+    def parse(cls, word: str) -> "Routing":
+        """The routing that a word on the command line names: a kind, or zipf:EXPONENT."""
+        kind, _, skew = word.partition(":")
+        try:
+            return cls(kind=kind, skew=float(skew) if skew else 1.0)
+        except ValueError as error:
+            raise InputError(f"routing {word!r}: {error}") from None
+
+    def __str__(self) -> str:
+        return f"zipf:{self.skew}" if self.kind == "zipf" else self.kind
+
 
 def make_draw(
     shape: MoEShape,
