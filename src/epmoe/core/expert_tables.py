@@ -66,6 +66,14 @@ class ExpertTables:
         gone = set(self.gone)
         return tuple(e for e, homes in enumerate(self.placement.homes) if gone.issuperset(homes))
 
+    def owners_of(self, ids: Tensor) -> Tensor:
+        """The owner rank of every id, of any shape; EP, which is no rank, where it names no expert or a lost one."""
+        return self._look_up(self.owner_E, ids, self.placement.ranks)
+
+    def slots_of(self, ids: Tensor) -> Tensor:
+        """The slot of every id at its owner; -1 where it names no expert or a lost one."""
+        return self._look_up(self.slot_E, ids, -1)
+
     # --8<-- [start:renormalise]
     def renormalise(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Scale a token's remaining weights so that they add up to what all of them did; zeros where none remains.
@@ -74,14 +82,17 @@ class ExpertTables:
         token's weights do not depend on its batch.
         """
         real_TK = (ids_TK >= 0) & (ids_TK < self.placement.experts)
-        owner_TK = self.owner_E[torch.where(real_TK, ids_TK, 0).long()]
-        left_TK = real_TK & (owner_TK < self.placement.ranks)
+        left_TK = self.owners_of(ids_TK) < self.placement.ranks
         kept_TK = torch.where(left_TK, weights_TK, 0)
         all_T1 = sum_in_order(torch.where(real_TK, weights_TK, 0).unbind(1))[:, None]
         kept_T1 = sum_in_order(kept_TK.unbind(1))[:, None]
         return torch.where(kept_T1 == 0, kept_TK, kept_TK * (all_T1 / kept_T1))
 
     # --8<-- [end:renormalise]
+
+    def _look_up(self, table_E: Tensor, ids: Tensor, nobody: int) -> Tensor:
+        real = (ids >= 0) & (ids < len(table_E))
+        return torch.where(real, table_E[torch.where(real, ids, 0).long()], nobody)
 
     def _look_from(self, source: int) -> None:
         self.owner_E.copy_(self.owner_SE[source])

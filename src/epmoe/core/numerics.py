@@ -20,10 +20,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def matmul_float32(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """a @ b with a float32 result [M, N]: a half-precision product is not rounded before it is weighed and summed.
 
+    Both may be batches, [B, M, K] and [B, K, N].
+
     On a GPU the matrix unit accumulates in float32 anyway and only the store differs; on a CPU operands are widened.
     """
     if a_MK.device.type == "cuda" and a_MK.dtype != torch.float32:
-        return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+        multiply = torch.mm if a_MK.dim() == 2 else torch.bmm
+        return multiply(a_MK, b_KN, out_dtype=torch.float32)
     return a_MK.float() @ b_KN.float()
 
 

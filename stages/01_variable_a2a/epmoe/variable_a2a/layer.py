@@ -49,8 +49,7 @@ class VariableAllToAll(Exchange[Way]):
     """Exchange: counts first, then exactly the rows that are needed."""
 
     def __init__(self, spec: LayerSpec):
-        self.group = spec.group
-        self.owner_E, self.slot_E = spec.tables.owner_E, spec.tables.slot_E
+        self.group, self.tables = spec.group, spec.tables
 
     # --8<-- [start:dispatch]
     def dispatch(
@@ -59,7 +58,7 @@ class VariableAllToAll(Exchange[Way]):
         """Sort assignments by owner, tell every rank how many to expect, then send them. Needs no capacity."""
         tokens, topk = topk_ids_TK.shape
         ids_N = topk_ids_TK.flatten()
-        owner_N = self._owners(ids_N)
+        owner_N = self.tables.owners_of(ids_N)  # EP, which is no rank, where an id names none
         send_counts, recv_counts = self._exchange_counts(owner_N)
         order_S = owner_N.argsort(stable=True)[
             : sum(send_counts)
@@ -74,19 +73,12 @@ class VariableAllToAll(Exchange[Way]):
         )
         rows = Rows(
             x_RH=self._send(x_TH[order_S // topk], way),
-            slots_RJ=self._send(self.slot_E[ids_N[order_S].long()], way)[:, None],
+            slots_RJ=self._send(self.tables.slot_E[ids_N[order_S].long()], way)[:, None],
             weights_RJ=self._send(topk_weights_TK.flatten()[order_S], way)[:, None],
         )
         return rows, way
 
     # --8<-- [end:dispatch]
-
-    def _owners(self, ids_N: Tensor) -> Tensor:
-        """The owner rank of every assignment; EP, one past the last rank, where the id names none, or a lost one."""
-        real_N = (ids_N >= 0) & (ids_N < len(self.owner_E))
-        return torch.where(
-            real_N, self.owner_E[torch.where(real_N, ids_N, 0).long()], self.group.size
-        )
 
     # --8<-- [start:counts]
     def _exchange_counts(self, owner_N: Tensor) -> tuple[list[int], list[int]]:
