@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.memory import LayerSize
 from epmoe.core.split import Rows
+from epmoe.core.workspace import Workspace
 
 ROW_ALIGNMENT = 16
 _WORD = 4  # bytes of an int32 and of a float32
@@ -73,6 +76,42 @@ class RowLayout:
     def valid(self, rows: Tensor) -> Tensor:
         """1 where the row is a token, 0 where it is padding: a view [...] int32."""
         return rows[..., self.valid_at : self.valid_at + _WORD].view(torch.int32)[..., 0]
+
+
+class PackedBuffers:
+    """Where an exchange of packed rows sends from, receives in and brings sums home to, for up to C tokens of a rank.
+
+    Made at once, outside of any graph capture; a call takes the first rows. Layers whose exchanges differ in nothing
+    but code may share one workspace.
+    """
+
+    def __init__(self, spec: LayerSpec, workspace: Workspace):
+        self.layout = RowLayout(spec.shape.hidden, spec.shape.topk, spec.dtype)
+        self.ranks, self.capacity, self.device = (
+            spec.group.size,
+            spec.max_tokens_per_rank,
+            spec.device,
+        )
+        self.workspace = workspace
+        self.of(self.capacity)
+
+    def of(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        """send and recv [EP, C, B] uint8, home [EP, C, H] float32, of a call with this capacity; contiguous."""
+
+        def part(name: str, columns: int, dtype: torch.dtype) -> Tensor:
+            shape = (self.ranks * self.capacity, columns)
+            whole = self.workspace.buffer(name, shape, dtype, self.device)
+            return whole[: self.ranks * capacity].unflatten(0, (self.ranks, capacity))
+
+        row_bytes, hidden = self.layout.row_bytes, self.layout.hidden
+        send, recv = (part(name, row_bytes, torch.uint8) for name in ("send", "recv"))
+        return send, recv, part("home", hidden, torch.float32)
+
+    @staticmethod
+    def nbytes(size: LayerSize) -> int:
+        """Bytes of all three for layers of a size."""
+        row_bytes = RowLayout(size.shape.hidden, size.shape.topk, size.dtype).row_bytes
+        return size.rows("topk") * (2 * row_bytes + 4 * size.shape.hidden)
 
 
 def _round_up(value: int, multiple: int) -> int:

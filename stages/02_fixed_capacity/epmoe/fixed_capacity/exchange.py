@@ -17,7 +17,7 @@ from epmoe.core.contract import Delivers
 from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.memory import LayerSize, Memory
 from epmoe.core.numerics import sum_in_order
-from epmoe.core.packed_rows import RowLayout
+from epmoe.core.packed_rows import PackedBuffers
 from epmoe.core.parts import ExchangePart
 from epmoe.core.placement import KINDS
 from epmoe.core.split import Exchange, Rows
@@ -28,31 +28,17 @@ class FixedCapacity(Exchange[Tensor]):
     """Exchange: one all-to-all of packed rows out, one of float32 sums back."""
 
     def __init__(self, spec: LayerSpec, workspace: Workspace):
-        self.group, self.workspace = spec.group, workspace
-        self.layout = RowLayout(spec.shape.hidden, spec.shape.topk, spec.dtype)
+        self.group, self.buffers = spec.group, PackedBuffers(spec, workspace)
+        self.layout = self.buffers.layout
         self.owner_E, self.slot_E = spec.tables.owner_E, spec.tables.slot_E
         self.ranks_D11 = torch.arange(self.group.size, device=spec.device)[:, None, None]
-        self.capacity = spec.max_tokens_per_rank
-        for buffer in self._buffers(self.capacity):  # made now, outside of any graph capture
-            assert buffer.is_contiguous()
-
-    def _buffers(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-        """send and recv [EP, C, B] uint8, home [EP, C, H] float32: the first rows of the full-capacity buffers."""
-        ranks, device = self.group.size, self.group.device
-        full, row = ranks * self.capacity, self.layout.row_bytes
-        send = self.workspace.buffer("send", (full, row), torch.uint8, device)
-        recv = self.workspace.buffer("recv", (full, row), torch.uint8, device)
-        home = self.workspace.buffer("home", (full, self.layout.hidden), torch.float32, device)
-        return tuple(
-            b[: ranks * capacity].view(ranks, capacity, b.shape[1]) for b in (send, recv, home)
-        )  # pyright: ignore[reportReturnType]
 
     # --8<-- [start:dispatch]
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
     ) -> tuple[Rows, Tensor]:
         """Pack, exchange, unpack. The state that leads home is x itself: its length and dtype."""
-        send_DCB, recv_SCB, _ = self._buffers(capacity)
+        send_DCB, recv_SCB, _ = self.buffers.of(capacity)
         self._pack(send_DCB, x_TH, topk_ids_TK, topk_weights_TK)
         self.group.all_to_all(
             recv_SCB, send_DCB
@@ -100,7 +86,7 @@ class FixedCapacity(Exchange[Tensor]):
     # --8<-- [start:combine]
     def combine(self, y_RH: Tensor, state: Tensor) -> Tensor:
         """One sum per (token, rank) comes home; ranks are added in ascending order, in float32."""
-        _, _, home_DCH = self._buffers(len(y_RH) // self.group.size)
+        _, _, home_DCH = self.buffers.of(len(y_RH) // self.group.size)
         self.group.all_to_all(home_DCH, y_RH.view_as(home_DCH))
         return sum_in_order(home_DCH[:, : len(state)].unbind(0)).to(state.dtype)
 
@@ -109,10 +95,8 @@ class FixedCapacity(Exchange[Tensor]):
 
 def _memory(size: LayerSize) -> Memory:
     """Send, receive and return buffers are kept; a call adds slots and the sum of what came home."""
-    hidden = size.shape.hidden
-    row_bytes = RowLayout(hidden, size.shape.topk, size.dtype).row_bytes
-    kept = size.rows("topk") * (2 * row_bytes + 4 * hidden)
-    return Memory(kept, 32 * size.assignments + 4 * size.capacity * hidden)
+    call = 32 * size.assignments + 4 * size.capacity * size.shape.hidden
+    return Memory(PackedBuffers.nbytes(size), call)
 
 
 EXCHANGE = ExchangePart(

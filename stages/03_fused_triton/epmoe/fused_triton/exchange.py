@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from epmoe.core.layer_spec import LayerSpec
-from epmoe.core.packed_rows import RowLayout
+from epmoe.core.packed_rows import PackedBuffers
 from epmoe.core.split import RoutingExchange, Rows
 from epmoe.core.workspace import Workspace
 from epmoe.fused_triton import fusions, kernels, twins
@@ -18,33 +18,20 @@ class FusedExchange(RoutingExchange[Tensor]):
     """Pack in one kernel (routing on the way, if asked), merge in one kernel; two all-to-alls as before."""
 
     def __init__(self, spec: LayerSpec, workspace: Workspace):
-        self.group, self.workspace, self.fusions = spec.group, workspace, fusions.of(spec)
+        self.group, self.fusions = spec.group, fusions.of(spec)
         self.pdl = "overlap" in self.fusions and pdl_supported(spec.device)
-        self.layout = RowLayout(spec.shape.hidden, spec.shape.topk, spec.dtype)
+        self.buffers = PackedBuffers(spec, workspace)
+        self.layout = self.buffers.layout
         self.rule = spec.shape.router
         self.ring = bool(spec.options.get("ring"))
         self.owner_E, self.slot_E = spec.tables.owner_E, spec.tables.slot_E
-        self.capacity = spec.max_tokens_per_rank
-        self._buffers(self.capacity)  # made now, outside of any graph capture
-
-    def _buffers(self, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-        """send, recv [EP, C, B] uint8 and home [EP, C, H] float32: the first rows of the full-capacity buffers."""
-        ranks, device = self.group.size, self.group.device
-        full, row = ranks * self.capacity, self.layout.row_bytes
-        send = self.workspace.buffer("send", (full, row), torch.uint8, device)
-        recv = self.workspace.buffer("recv", (full, row), torch.uint8, device)
-        home = self.workspace.buffer("home", (full, self.layout.hidden), torch.float32, device)
-        send, recv, home = (
-            b[: ranks * capacity].unflatten(0, (ranks, capacity)) for b in (send, recv, home)
-        )
-        return send, recv, home
 
     # --8<-- [start:dispatch]
     def dispatch(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
     ) -> tuple[Rows, Tensor]:
         """Pack and exchange. The state that leads home is x itself: its length and dtype."""
-        send_DCB, recv_SCB, _ = self._buffers(capacity)
+        send_DCB, recv_SCB, _ = self.buffers.of(capacity)
         routing = (topk_ids_TK.contiguous(), topk_weights_TK.contiguous())
         if "pack" in self.fusions:
             self._pack(send_DCB, x_TH, *routing)
@@ -70,7 +57,7 @@ class FusedExchange(RoutingExchange[Tensor]):
         capacity: int,
     ) -> tuple[Rows, Tensor]:
         """As `dispatch`; the pack kernel chooses the experts of each token itself."""
-        send_DCB, recv_SCB, _ = self._buffers(capacity)
+        send_DCB, recv_SCB, _ = self.buffers.of(capacity)
         self._pack(send_DCB, x_TH, topk_ids_TK, topk_weights_TK, logits_TE, bias_E)
         self.group.all_to_all(recv_SCB, send_DCB)
         return self.layout.unpack(recv_SCB), x_TH
@@ -93,7 +80,7 @@ class FusedExchange(RoutingExchange[Tensor]):
     # --8<-- [start:combine]
     def combine(self, y_RH: Tensor, state: Tensor) -> Tensor:
         """One float32 sum per (token, rank) comes home; one kernel adds ranks in ascending order."""
-        _, _, home_DCH = self._buffers(len(y_RH) // self.group.size)
+        _, _, home_DCH = self.buffers.of(len(y_RH) // self.group.size)
         self.group.all_to_all(home_DCH, y_RH.view_as(home_DCH))
         y_TH = torch.empty(state.shape, dtype=state.dtype, device=state.device)
         if "merge" in self.fusions:

@@ -13,7 +13,7 @@ from epmoe.core.compose import compose
 from epmoe.core.contract import Delivers
 from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.memory import LayerSize, Memory
-from epmoe.core.packed_rows import RowLayout
+from epmoe.core.packed_rows import PackedBuffers
 from epmoe.core.parts import ExchangePart, ExpertsPart
 from epmoe.core.placement import KINDS
 from epmoe.core.split import Exchange, Experts
@@ -40,10 +40,8 @@ def _experts(spec: LayerSpec, workspace: Workspace, delivers: Delivers) -> Exper
 
 def _exchange_memory(size: LayerSize) -> Memory:
     """The buffers of the stage before; a call adds contiguous copies of what it is given, at most."""
-    hidden, topk = size.shape.hidden, size.shape.topk
-    row_bytes = RowLayout(hidden, topk, size.dtype).row_bytes
-    kept = size.rows("topk") * (2 * row_bytes + 4 * hidden)
-    return Memory(kept, size.capacity * (8 * topk + hidden * size.dtype.itemsize))
+    copies = 8 * size.shape.topk + size.shape.hidden * size.dtype.itemsize
+    return Memory(PackedBuffers.nbytes(size), size.capacity * copies)
 
 
 def _experts_memory(size: LayerSize, delivers: Delivers) -> Memory:
