@@ -3,9 +3,13 @@
 The whole suite for one of them: pytest --pyargs epmoe.core.conformance --stage fixed_capacity+triton
 """
 
-import pytest
+from typing import Any
 
-from epmoe.core import registry
+import pytest
+import torch
+
+from epmoe.core import groups, registry
+from epmoe.core import layer as seam
 from epmoe.core.cases import Case
 from epmoe.core.conformance import program
 from epmoe.core.conformance.test_contract import (
@@ -20,7 +24,9 @@ from epmoe.core.conformance.test_values import (
     test_2D_duplicate_ids,
     test_9D_two_rounds,
 )
+from epmoe.core.errors import NotCapturableError
 from epmoe.core.shape import MoEShape
+from epmoe.core.verify import bring, build_case
 
 STAGE = "pairs"
 SMALL = MoEShape(hidden=16, intermediate=24, experts=8, topk=3)
@@ -60,3 +66,28 @@ def test_routing_from_logits(stage, run):
     """Also where one part has a router of its own and the other knows nothing of it."""
     for rows in run(program.from_logits, Case(stage=stage, shape=SMALL, tokens=((3, 0),))):
         assert all(row is None or row.right for row in rows), rows
+
+
+def test_a_capture_is_refused_from_logits_too(monkeypatch):
+    """An exchange that routes by itself, beside experts that wait for the host."""
+    group, case = (
+        groups.single("cpu"),
+        Case(stage="fused_capacity+loop", shape=SMALL, tokens=((2,),)),
+    )
+    layer, x_TH = build_case(group, case), bring(group, case, 0)[0]
+    monkeypatch.setattr(seam, "_capturing", lambda device: True)
+    with pytest.raises(NotCapturableError, match=r"fused_capacity\+loop waits for the host"):
+        layer.from_logits(x_TH, torch.randn(2, SMALL.experts))
+    monkeypatch.undo()
+    assert layer.from_logits(x_TH, torch.randn(2, SMALL.experts)).shape == x_TH.shape
+
+
+def test_sizes_that_follow_the_routing_leave_nothing_behind():
+    """A list of tiles is kept for each size only where sizes are few; tiles are looked up for few sizes."""
+    group = groups.single("cpu")
+    case = Case(stage="variable_a2a+triton", shape=SMALL, tokens=tuple((t,) for t in range(9)))
+    layer: Any = build_case(group, case)
+    for call in range(9):
+        layer(*bring(group, case, call))
+    assert layer.experts._tiles == {}
+    assert set(layer.experts.tuning._found) == {1, 2, 4, 8}

@@ -20,12 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
+PARTS = [PYPROJECT["project"]["entry-points"][f"epmoe.{part}"] for part in ("exchanges", "experts")]
+
 # runs in the clean environment; prints what it found there
 PROBE = """
 import importlib, json, pkgutil
 from importlib.metadata import distribution
 import epmoe, epmoe.core
-from epmoe.core.registry import Stage, load, names
+from epmoe.core.registry import Stage, load, names, pairs
 
 modules = [f"epmoe.core.{module.name}" for module in pkgutil.iter_modules(epmoe.core.__path__)]
 found = [importlib.import_module(name).__file__ for name in modules]
@@ -37,6 +39,7 @@ for name in names():
     stages[name] = importlib.import_module(next(iter(package)).module).__file__
 print(json.dumps({
     "roots": list(epmoe.__path__), "files": found, "stages": stages,
+    "pairs": [pair for pair in pairs() if isinstance(load(pair), Stage)],
     "version": distribution("epmoe").version,
 }))
 """
@@ -120,6 +123,7 @@ def test_every_stage_works_from_it(clean, tmp_path):
     assert set(found["stages"]) == set(PYPROJECT["project"]["entry-points"]["epmoe.stages"])
     hosts = PYPROJECT["tool"]["epmoe"]["hosts"]  # they have no layer of their own
     assert len(found["stages"]) == len(SOURCES) - 1 - len(hosts)
+    assert len(found["pairs"]) + len(found["stages"]) == len(PARTS[0]) * len(PARTS[1])
     assert found["version"] == PYPROJECT["project"]["version"]
     home = clean.parent.resolve()
     for path in (*found["roots"], *found["files"], *found["stages"].values()):
