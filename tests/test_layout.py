@@ -22,6 +22,14 @@ dev-mode-dirs = ["src", "stages/00_plain", "stages/01_quick"]
 packages = ["src/epmoe", "stages/00_plain/epmoe", "stages/01_quick/epmoe"]
 """
 
+EXAMPLE = "examples/theirs"
+THEIR_PYPROJECT = """
+[project]
+name = "theirs"
+[project.entry-points."epmoe.stages"]
+theirs = "theirs.a:STAGE"
+"""
+
 
 def write(path: Path, text: str = "") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,6 +50,9 @@ def tree(tmp_path) -> Path:
         )
         for part in ("README.md", "walkthrough.py", "exercises/first.py", "tests/test_layer.py"):
             write(folder / part)
+    write(tmp_path / EXAMPLE / "pyproject.toml", THEIR_PYPROJECT)
+    for part in ("README.md", "src/theirs/__init__.py", "src/theirs/a.py", "tests/test_a.py"):
+        write(tmp_path / EXAMPLE / part)
     return tmp_path
 
 
@@ -96,6 +107,21 @@ FAULTS = [
     ("stage parts", removed("stages/00_plain/tests/test_layer.py"), "has no tests"),
     ("stage parts", added("stages/01_quick/epmoe/extra/__init__.py"), "has packages"),
     ("stage parts", added("stages/02-dash/README.md"), "is not named like"),
+    ("examples", removed(f"{EXAMPLE}/README.md"), "examples/theirs: has no README.md"),
+    ("examples", removed(f"{EXAMPLE}/src/theirs/__init__.py"), "has no src"),
+    ("examples", removed(f"{EXAMPLE}/tests/test_a.py"), "has no tests"),
+    ("examples", added("examples/other/README.md"), "examples/other: has no pyproject.toml"),
+    (
+        "examples",
+        replaced(f"{EXAMPLE}/pyproject.toml", "epmoe.stages", "other.stages"),
+        "registers nothing with epmoe",
+    ),
+    (
+        "imports",
+        added(f"{EXAMPLE}/src/theirs/b.py", "import epmoe.quick\n"),
+        "imports the stage quick",
+    ),
+    ("numbers", added(f"{EXAMPLE}/src/theirs/stage02.py"), "stage02 has a number"),
     ("imports", added(f"{QUICK}/a.py", "import epmoe.plain.layer\n"), "imports the stage plain"),
     (
         "imports",

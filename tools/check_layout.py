@@ -141,12 +141,36 @@ _PARTS = {
 }
 
 
+def check_examples(root: Path) -> list[str]:
+    """Every folder of examples/ is a complete package of its own: see `_EXAMPLE_PARTS`."""
+    folder, problems = root / "examples", []
+    for example in sorted(p for p in folder.glob("*") if p.is_dir()):
+        problems += [
+            f"{example.relative_to(root)}: has no {part}"
+            for part, pattern in _EXAMPLE_PARTS.items()
+            if not any(example.glob(pattern))
+        ]
+        project = _pyproject(example)["project"] if (example / "pyproject.toml").is_file() else {}
+        if not any(group.startswith("epmoe.") for group in project.get("entry-points", {})):
+            problems.append(f"{example.relative_to(root)}: registers nothing with epmoe")
+    return problems
+
+
+_EXAMPLE_PARTS = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "src/*/__init__.py": "src/*/__init__.py",
+    "tests/test_*.py": "tests/test_*.py",
+}
+
+
 def check_imports(root: Path) -> list[str]:
-    """A stage imports epmoe.core and itself; core imports no stage but the reference, for its oracle."""
+    """A stage imports epmoe.core and itself, an example no stage; core none but the reference, for its oracle."""
     names = {package_of(stage) for stage in stages(root)}
     sources = [(stage, names - {package_of(stage)}) for stage in stages(root)]
+    others = [(root / "src", names - {ORACLE}), (root / "examples", names)]
     problems = []
-    for folder, foreign in [*sources, (root / "src", names - {ORACLE})]:
+    for folder, foreign in [*sources, *others]:
         for path in python_files(folder):
             hits = sorted({name for name in imported(path, folder) if name in foreign})
             problems += [f"{path.relative_to(root)}: imports the stage {name}" for name in hits]
@@ -174,7 +198,7 @@ def check_lengths(root: Path) -> list[str]:
 def check_numbers(root: Path) -> list[str]:
     """A stage's number lives in its folder's name alone: not in modules, classes or prose."""
     problems = []
-    for folder in (root / "src", *(stage / "epmoe" for stage in stages(root))):
+    for folder in (root / "src", root / "examples", *(s / "epmoe" for s in stages(root))):
         for path in python_files(folder):
             classes = [
                 n.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)
@@ -219,6 +243,7 @@ CHECKS: dict[str, Callable[[Path], list[str]]] = {
     "entry points": check_entry_points,
     "namespace": check_namespace,
     "stage parts": check_stage_parts,
+    "examples": check_examples,
     "imports": check_imports,
     "lengths": check_lengths,
     "numbers": check_numbers,
