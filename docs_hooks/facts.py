@@ -15,6 +15,7 @@ from pathlib import Path
 from docs_hooks import (
     fact_choosing,  # noqa: F401  registers its own
     fact_parts,  # noqa: F401  registers its own
+    fact_placements,  # noqa: F401  registers its own
     fact_stages,  # noqa: F401  registers its own
     fact_tables,
     idea_figures,
