@@ -143,6 +143,9 @@ def test_a_report_comes_back_from_json_and_shows_the_same(written):
     assert shown[0] == shown[1]
     assert report.setting["stage"] == "02_fixed_capacity"
     assert report.setting["calls"] == 2
+    assert report.machine["torch"] == torch.__version__
+    with pytest.raises(InputError, match="no report as `epmoe trace --json` writes it"):
+        Report.from_dict({"kind": "layer"})
 
 
 def test_the_stepper_is_given_a_trace_of_the_site(written):
@@ -172,7 +175,8 @@ def test_broken_traces_are_noticed(written):
 
 
 def test_a_layer_without_such_phases_has_no_rows_to_count(written):
-    record = RankRecord(spans=[], skipped=0, aligned_within=0.0, computed=[3], routing=[], layer={})
+    nothing = {"spans": [], "skipped": 0, "aligned_within": 0.0, "routing": []}
+    record = RankRecord(computed=[3], layer={}, machine={}, **nothing)
     assert record.given is None
     file = chrome_trace([record], Report.from_dict(written["json"]))
     assert {event["ph"] for event in file["traceEvents"]} == {"M"}

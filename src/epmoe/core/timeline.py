@@ -6,8 +6,11 @@ go (`routing_stats`). The second is timed (`phases`): the ranks begin each call 
 Legend: T tokens on this rank, H hidden, E experts, EP ranks.
 """
 
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,11 @@ import torch
 from torch import Tensor
 
 from epmoe.core import ledger, phases
+from epmoe.core.bench import provenance
 from epmoe.core.bench.workload import Routing, layer_weights, make_draw
 from epmoe.core.block import Router
 from epmoe.core.checkpoints import load_layer
+from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import MoELayer, build
 from epmoe.core.phase_times import PhaseTime, summarise
@@ -26,6 +31,8 @@ from epmoe.core.placement import Placement
 from epmoe.core.routing_stats import RoutingCounter, RoutingStats
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import ExpertWeights
+
+KIND = "trace"  # what a report's JSON says it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +78,7 @@ class RankRecord:
         computed: rows that went through an expert here, of every call; padding included.
         routing: of all ranks, of every call.
         layer: what the layer says of itself.
+        machine: what it ran on, see `bench.provenance`.
     """
 
     spans: list[Span]
@@ -79,6 +87,7 @@ class RankRecord:
     computed: list[int]
     routing: list[RoutingStats]
     layer: dict[str, Any]
+    machine: dict[str, Any]
 
     @property
     def given(self) -> list[int] | None:
@@ -119,6 +128,7 @@ def record_rank(group: EPGroup, run: Run) -> RankRecord:
         computed=computed,
         routing=routing,
         layer=description,
+        machine=provenance.machine(group.device),
     )
 
 
@@ -164,6 +174,8 @@ class Report:
 
     Attributes:
         what, where: one sentence each: the layer, and the ranks.
+        command, created: how it was made, and when.
+        machine: rank 0's, with the commit.
         setting: what was asked for, and what the layer says of itself.
         times: of every phase, per call.
         routing: of all calls together.
@@ -174,6 +186,9 @@ class Report:
 
     what: str
     where: str
+    command: str
+    created: str
+    machine: dict[str, Any]
     setting: dict[str, Any]
     times: list[PhaseTime]
     routing: RoutingStats
@@ -183,14 +198,20 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` reads it."""
-        return asdict(self)
+        return {"kind": KIND, **asdict(self)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Report":
-        """The inverse of `as_dict`, after a way through JSON too."""
-        times = [PhaseTime(**_tuples(time)) for time in data["times"]]
-        routing = RoutingStats(**_tuples(data["routing"]))
-        return cls(**{**data, "times": times, "routing": routing})
+        """The inverse of `as_dict`, after a way through JSON too. Raises InputError for something else."""
+        try:
+            times = [PhaseTime(**_tuples(time)) for time in data["times"]]
+            routing = RoutingStats(**_tuples(data["routing"]))
+            others = {name: value for name, value in data.items() if name != "kind"}
+            return cls(**{**others, "times": times, "routing": routing})
+        except (KeyError, TypeError) as error:
+            raise InputError(
+                f"this is no report as `epmoe trace --json` writes it: {error!r}"
+            ) from error
 
 
 def report_of(run: Run, what: str, where: str, records: Sequence[RankRecord]) -> Report:
@@ -202,6 +223,9 @@ def report_of(run: Run, what: str, where: str, records: Sequence[RankRecord]) ->
     return Report(
         what=what,
         where=where,
+        command=shlex.join(["epmoe", *sys.argv[1:]]),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=records[0].machine,
         setting={"calls": run.calls, "tokens": run.tokens, **records[0].layer},
         times=summarise([record.spans for record in records]),
         routing=routing,

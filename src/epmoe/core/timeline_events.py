@@ -26,7 +26,8 @@ def chrome_trace(records: Sequence[RankRecord], report: Report) -> dict[str, Any
     timed = [e for rank, record in enumerate(records) for e in _rank_events(rank, record)]
     # an outer phase before a part that begins with it: viewers nest by this order
     timed.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
-    other = {"what": report.what, "where": report.where, **report.setting}
+    said = {"what": report.what, "where": report.where, "command": report.command}
+    other = {**said, "created": report.created, **report.machine, **report.setting}
     clocks = {"aligned_within_us": report.aligned_within * 1e6, "skipped": report.skipped}
     return {
         "traceEvents": events + timed,
