@@ -4,17 +4,13 @@ That environment sees the dependencies of the one that runs the tests, but not i
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import sysconfig
 import tomllib
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from tests.installed import build_wheel, clean_environment, run
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -45,30 +41,6 @@ print(json.dumps({
 """
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    """Standard output of a command that must succeed; paths of this checkout are kept out of its environment."""
-    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    arguments = [str(part) for part in command]
-    done = subprocess.run(
-        arguments,
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, f"{arguments} failed:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-def build_wheel(project: Path, target: Path) -> Path:
-    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", target, cwd=project)
-    (wheel,) = target.glob("*.whl")
-    return wheel
-
-
 def missing_from(wheel: Path, project: Path) -> list[str]:
     """Source files below any `epmoe` folder that the wheel lacks or holds with other bytes."""
     with zipfile.ZipFile(wheel) as archive:
@@ -93,19 +65,8 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def clean(wheel, tmp_path_factory) -> Path:
-    """The bin folder of an environment that holds the wheel, and sees the other packages through a .pth file."""
-    folder = tmp_path_factory.mktemp("clean")
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
-    install = ("install", "--quiet", "--no-deps", "--no-index", "--no-compile", wheel)
-    run(sys.executable, "-m", "pip", "--python", python, *install, cwd=folder)
-    site = Path(
-        run(
-            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
-        ).strip()
-    )
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return folder / "bin"
+    """The bin folder of an environment that holds the wheel."""
+    return clean_environment(tmp_path_factory.mktemp("clean"), wheel)
 
 
 def test_it_holds_every_source_file_and_nothing_else(wheel):
