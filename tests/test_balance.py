@@ -153,6 +153,17 @@ def test_command_writes_what_other_commands_read(file, tmp_path):
     assert shown.exit_code == 0, shown.output
 
 
+def test_check_runs_on_the_map(tmp_path):
+    out = tmp_path / "map.json"
+    out.write_text(balance([90, 5, 5, 9], 2, redundant=1).after.to_json())
+    words = ["check", "01", "--shape", "toy", "--ranks", "2", "--tokens", "3", "--draw", "uniform"]
+    words += ["--seeds", "1", "--placement", str(out), "--device", "cpu", "--json", "-"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    (case,) = json.loads(result.stdout)["cases"]
+    assert {rank["layer"]["placement"] for rank in case["ranks"]} == {"replicated"}
+
+
 def test_command_writes_a_map_for_every_layer(file):
     result = command(str(file), "--ep", "2", "--json", "-")
     maps = [Placement.from_json(json.dumps(one)) for one in json.loads(result.stdout)]

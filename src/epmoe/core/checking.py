@@ -13,6 +13,7 @@ from epmoe.core.draws import KINDS
 from epmoe.core.errors import InputError
 from epmoe.core.launch import open_ranks
 from epmoe.core.numerics import named_dtype
+from epmoe.core.placement import parse_placement
 from epmoe.core.plan_render import parse_tokens
 from epmoe.core.shape import named_shape
 from epmoe.core.verify import CaseReport, run_case
@@ -45,17 +46,22 @@ def cases(
     draw: str,
     ranks: int,
     seeds: int,
+    placement: str = "contiguous",
 ) -> list[Case]:
     """Every draw with every seed; in call i rank r brings tokens[i] - r tokens, at least none."""
     if draw != "all" and draw not in KINDS:
         raise InputError(f"draw={draw!r}: choose all, {', '.join(KINDS)}")
+    sizes = named_shape(shape)
+    placed = parse_placement(placement, sizes.experts, ranks)
+    named = placed.kind in ("contiguous", "round_robin")
     calls = tuple(tuple(max(0, t - r) for r in range(ranks)) for t in parse_tokens(tokens))
     return [
         Case(
             stage=stage,
-            shape=named_shape(shape),
+            shape=sizes,
             tokens=calls,
             kind=kind,
+            placement=placed.kind if named else placed.homes,
             seed=seed,
             check=True,
         )

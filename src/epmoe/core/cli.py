@@ -95,6 +95,9 @@ def check(
         str,
         typer.Option(help="uniform, zipf, hot_expert, one_rank, masked or duplicates; or all."),
     ] = "all",
+    placement: Annotated[
+        str, typer.Option(help="contiguous, round_robin, or a file of `epmoe balance --json`.")
+    ] = "contiguous",
     ranks: Ranks = 4,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -105,7 +108,9 @@ def check(
     """Hold a stage against the oracle on every rank, with random draws. Exit code 1 when it is wrong."""
     from epmoe.core import checking
 
-    cases = checking.cases(registry.resolve(stage), shape, tokens, draw, world_size(ranks), seeds)
+    cases = checking.cases(
+        registry.resolve(stage), shape, tokens, draw, world_size(ranks), seeds, placement
+    )
     outcomes = checking.run(notes, cases, ranks, device, dtype, timeout)
     right = all(outcome.right for outcome in outcomes)
     data = {"stage": stage, "right": right, "cases": [o.as_dict() for o in outcomes]}
