@@ -129,10 +129,13 @@ def test_the_page_says_where_the_time_goes_if_somebody_looked():
         "Where the time goes"
         not in pages.result_pages("r", result, "docs/ladder")["docs/ladder/r.md"]
     )
-    kernels = [Kernel("gate_up", 0, 30), Kernel("ncclSendRecv", 30, 12)]
+    kernels = [Kernel("gate_up_kernel", 0, 30), Kernel("ncclSendRecv", 30, 12)]
     _with_subject(result, profile=dataclasses.asdict(summarise_profile([kernels], layers=1)))
     page = pages.result_pages("r", result, "docs/ladder")["docs/ladder/r.md"]
-    assert "| 1 | 02_fixed_capacity | 42.0 | 12.0 | 0.0 | 2 | gate_up 30.0 |" in page
+    assert (
+        "| 1 | 02_fixed_capacity | 42.0 | 12.0 | 0.0 | 30.0 | 13 | 2 | gate_up_kernel 30.0 |"
+        in page
+    )
 
 
 def _shift(result):

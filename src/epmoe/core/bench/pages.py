@@ -1,13 +1,15 @@
 """The generated Markdown pages: one per result, with its tables and plots, and the index."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from epmoe.core.bench import plots, view
 from epmoe.core.bench.padding import PaddingRow
 from epmoe.core.bench.results import Measured, Point, Result, timed_subjects
 
 _MADE = "<!-- made by `epmoe bench report`: change the results, not this page -->\n"
+
+# matrix products by the names of their kernels: this project's, vLLM's, CUTLASS's (torch's grouped one), cuBLAS's
+_PRODUCTS = ("gate_up_kernel", "down_kernel", "fused_moe_kernel", "device_kernel", "nvjet")
 
 
 def result_pages(name: str, result: Result, folder: str) -> dict[str, str]:
@@ -40,7 +42,7 @@ def result_pages(name: str, result: Result, folder: str) -> dict[str, str]:
 
 def _last_stage(names: Sequence[str]) -> str | None:
     stages = [name for name in names if name[:1].isdigit() and ":" not in name]
-    return stages[-1] if stages else None
+    return max(stages, default=None)
 
 
 def _unequal_routers(result: Result) -> list[str]:
@@ -146,7 +148,7 @@ def _ratio(point: Point, of: str, to: str) -> str:
 def _profiles(result: Result) -> str:
     """Where the time goes, subject by subject; nothing where nobody looked."""
     lines = [
-        f"| {point.tokens} | {name} | {_profile(one.profile)} |"
+        f"| {point.tokens} | {name} | {_profile(one, point, result)} |"
         for point in result.points
         for name, one in point.subjects.items()
         if one.profile
@@ -155,22 +157,33 @@ def _profiles(result: Result) -> str:
         return ""
     head = [
         "## Where the time goes\n",
-        "| T | subject | span | exchange | wait | launches | kernels |",
-        "|---:|---|---:|---:|---:|---:|---|",
+        "| T | subject | span | exchange | wait | products | TFLOP/s | launches | kernels |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     note = (
         "\nMicroseconds per layer on draw 0, mean over ranks, by torch's profiler, apart from the timed runs (profiled "
         "runs are slower). Exchange: NCCL kernels, each as short as on the rank that came last; wait: what they took "
-        "above that. A kernel counts from its start, even while it waits for the one before: the sum may exceed the "
-        "span."
+        "above that; products: the experts' matrix products, and their rate. A kernel counts from its start, even "
+        "while it waits for the one before: the sum may exceed the span."
     )
     return "\n".join([*head, *lines, note, ""])
 
 
-def _profile(one: Mapping[str, Any]) -> str:
-    kernels = ", ".join(f"{name} {us:.1f}" for name, us in one["kernels_us"].items())
-    numbers = (one[part] for part in ("span_us", "exchange_us", "wait_us"))
-    return " | ".join([*(f"{us:.1f}" for us in numbers), f"{one['launches']:.0f}", kernels])
+def _profile(one: Measured, point: Point, result: Result) -> str:
+    found = one.profile
+    kernels = ", ".join(f"{name} {us:.1f}" for name, us in found["kernels_us"].items())
+    cells = [f"{found[part]:.1f}" for part in ("span_us", "exchange_us", "wait_us")]
+    products = sum(us for name, us in found["kernels_us"].items() if name.startswith(_PRODUCTS))
+    rate = f"{_operations(point, result) / products / 1e6:.0f}" if products else "-"
+    return " | ".join([*cells, f"{products:.1f}", rate, f"{found['launches']:.0f}", kernels])
+
+
+def _operations(point: Point, result: Result) -> float:
+    """Of the expert products of one rank on draw 0, the mean where several ranks were looked at."""
+    by_rank, played = point.draws[0].assignments, result.setting["rank"]
+    rows = by_rank[played] if result.setting["loopback"] else sum(by_rank) / len(by_rank)
+    shape = result.setting["shape"]
+    return 6 * shape["hidden"] * shape["intermediate"] * rows
 
 
 def _notes(result: Result) -> str:
