@@ -3,14 +3,18 @@
 The whole suite for one of them: pytest --pyargs epmoe.core.conformance --stage fixed_capacity+triton
 """
 
+import json
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from epmoe.core import groups, registry
 from epmoe.core import layer as seam
+from epmoe.core.bench.subjects import resolve_names
 from epmoe.core.cases import Case
+from epmoe.core.cli import app
 from epmoe.core.conformance import program
 from epmoe.core.conformance.test_contract import (
     test_7D_capture_refused_in_words,
@@ -26,7 +30,9 @@ from epmoe.core.conformance.test_values import (
 )
 from epmoe.core.errors import NotCapturableError
 from epmoe.core.shape import MoEShape
+from epmoe.core.tune import tuner_of
 from epmoe.core.verify import bring, build_case
+from epmoe.vllm_plugin.settings import Settings, read
 
 STAGE = "pairs"
 SMALL = MoEShape(hidden=16, intermediate=24, experts=8, topk=3)
@@ -91,3 +97,23 @@ def test_sizes_that_follow_the_routing_leave_nothing_behind():
         layer(*bring(group, case, call))
     assert layer.experts._tiles == {}
     assert set(layer.experts.tuning._found) == {1, 2, 4, 8}
+
+
+# ---- wherever a stage is named
+
+
+def test_a_pair_goes_wherever_a_stage_is_named():
+    assert read({"EPMOE_STAGE": "fixed_capacity+triton"}) == Settings(stage="fixed_capacity+triton")
+    assert resolve_names(["fixed_capacity+loop"], 1) == ["fixed_capacity+loop"]
+    assert resolve_names(["fixed_capacity+triton:-gather"], 1) == ["fixed_capacity+triton:-gather"]
+    assert tuner_of("fixed_capacity+triton") is tuner_of("03")
+
+
+def test_a_pair_goes_through_the_command_line(tmp_path):
+    out = tmp_path / "found.json"
+    words = ["check", "variable_a2a+grouped", "--ranks", "1", "--tokens", "3", "--draw", "masked"]
+    done = CliRunner().invoke(app, [*words, "--seeds", "1", "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(out.read_text())["right"]
+    refused = CliRunner().invoke(app, ["check", "all_gather+nobody"])
+    assert "no experts called 'nobody'" in str(refused.exception) + refused.output
