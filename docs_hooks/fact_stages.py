@@ -5,7 +5,8 @@ import json
 from docs_hooks.fact_tables import ROOT, fact, markdown_table
 
 from epmoe.core import registry
-from epmoe.core.bench import report
+from epmoe.core.bench import headline, report
+from epmoe.core.stages_cli import SHOWN, offer
 
 
 def _ledger() -> dict[str, list[str]]:
@@ -43,6 +44,20 @@ def ladder_table(to: str = "") -> str:
 
 
 @fact
+def against_vllm_table() -> str:
+    """Time of the last stage over vLLM's, wherever both were measured."""
+    measured, _ = report.read_results(ROOT)
+    return markdown_table(*headline.against_vllm(measured, registry.names()[-1]), 2)
+
+
+@fact
+def time_split_table() -> str:
+    """Where the time of the last stage and of vLLM's tuned layer goes on real ranks."""
+    measured, _ = report.read_results(ROOT)
+    return markdown_table(*headline.time_split(measured, registry.names()[-1]), 3)
+
+
+@fact
 def ledger_source() -> str:
     """Where the counts come from."""
     path = ROOT / report.RESULTS / report.LEDGER
@@ -56,17 +71,17 @@ def ledger_source() -> str:
 def capabilities_table() -> str:
     """What every registered stage declares."""
     rows = []
-    for stage, can in registry.all_capabilities().items():
-        flags = (can.graph_capturable, can.deterministic, can.batch_invariant)
+    for name, stage in registry.loaded(registry.STAGES).items():
+        can = stage.capabilities
         limits = [f"{n} ≤ {v}" for n, v in (("K", can.max_topk), ("E", can.max_experts)) if v]
         arch = f"compute capability {can.min_arch[0]}.{can.min_arch[1]}" if can.min_arch else "any"
         dtypes = ", ".join(str(d).removeprefix("torch.") for d in can.dtypes)
         rows.append(
             [
-                f"`{stage}`",
+                f"`{name}`",
                 dtypes,
                 arch,
-                *("yes" if f else "no" for f in flags),
+                *(offer(stage, flag) for flag in SHOWN),
                 ", ".join(limits) or "none",
             ]
         )

@@ -54,11 +54,11 @@ def test_a_run_decides_what_is_chosen(own):
 
 
 def test_the_committed_run_says_what_wins_on_its_gpu():
-    """Loopback on an H200: 03 is faster than 02 at every T, as the site's tables show."""
+    """Loopback on an H200, as the site's tables show it: at every T the fastest of those that run in loopback."""
     found = remember.comparisons(results.load(COMMITTED))
+    assert len(found) > 1
     assert {one.device for one in found} == {"NVIDIA H200"}
     for one in found:
-        assert set(one.microseconds) <= {"02_fixed_capacity", "03_fused_triton"}
         spec = Spec(
             dtype=torch.bfloat16, device="cuda", device_name=one.device, transport="loopback",
             ranks=4, tokens=one.situation.tokens, shape=SHAPES["glm-5.3-flash"],
@@ -66,7 +66,7 @@ def test_the_committed_run_says_what_wins_on_its_gpu():
         selection = select(spec, comparisons=found)
         assert selection.by.startswith("measured: ")
         fastest = min(one.microseconds, key=lambda name: one.microseconds[name])
-        assert selection.chosen == fastest
+        assert selection.chosen == fastest == "03_fused_triton"
 
 
 def test_what_failed_or_was_changed_is_not_kept():

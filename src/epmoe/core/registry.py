@@ -148,15 +148,6 @@ def loaded(group: str) -> dict[str, Any]:
     return found
 
 
-def all_capabilities() -> dict[str, Capabilities]:
-    """Capabilities of every stage that can be imported here, in ladder order; `epmoe stages` says why not the rest."""
-    return {
-        name: stage.capabilities
-        for name, stage in loaded(STAGES).items()
-        if isinstance(stage, Stage)
-    }
-
-
 def _load(group: str, name: str) -> Any:
     """What the entry point of that name stands for. Raises UnsupportedError."""
     word, kind = _KINDS[group]

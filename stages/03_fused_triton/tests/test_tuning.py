@@ -88,6 +88,15 @@ def test_the_users_own_file_comes_first(tmp_path, monkeypatch):
         tuning.entries.cache_clear()
 
 
+def test_a_broken_file_of_the_user_is_told_with_the_fix(tmp_path, monkeypatch):
+    path = tmp_path / "own.json"
+    path.write_text("{")
+    monkeypatch.setenv(own_file.VARIABLE, str(path))
+    tuning.entries.cache_clear()
+    with pytest.raises(InputError, match=r"own.json is no tuning file.*move it away"):
+        look_up(RECORD, 8)
+
+
 # ---- measuring
 
 SMALL = MoEShape(hidden=16, intermediate=16, experts=4, topk=2)
@@ -139,8 +148,8 @@ def test_real_times_make_an_entry_that_a_layer_finds(pool):
     device = entry.pop("device")
     assert entry["tried"] == 2 * REQUEST.candidates
     assert all(0 < us < math.inf for us in entry["microseconds"].values())
-    text = json.dumps({"device": device, "entries": [entry]})
-    (found,) = tuning.read_entries(text, device)
+    data = json.loads(json.dumps({"device": device, "entries": [entry]}))
+    (found,) = tuning.read_entries(data, device)
     assert (found.tokens, found.experts, found.ranks) == (2, 2, 2)
     assert entry["gate_up"]["block_m"] == entry["down"]["block_m"]
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import torch
 
@@ -167,14 +168,12 @@ def entries(device: str) -> dict[Situation, kernels.LayerConfig]:
     found: dict[Situation, kernels.LayerConfig] = {}
     for file in files("epmoe.fused_triton").joinpath("configs").iterdir():
         if file.name.endswith(".json"):
-            found |= read_entries(file.read_text(), device)
-    own = own_file.default_file()
-    return found | (read_entries(own.read_text(), device) if own.is_file() else {})
+            found |= read_entries(json.loads(file.read_text()), device)
+    return found | read_entries(own_file.load(own_file.default_file()), device)
 
 
-def read_entries(text: str, device: str) -> dict[Situation, kernels.LayerConfig]:
+def read_entries(data: dict[str, Any], device: str) -> dict[Situation, kernels.LayerConfig]:
     """The entries of one file for `device`: {"device": ..., "entries": [{"for": ..., "gate_up": ..., "down": ...}]}."""
-    data = json.loads(text)
     if data["device"] != device:
         return {}
     return {
