@@ -125,10 +125,10 @@ class SplitLayer(MoELayer, Generic[State]):
         return self._compute_and_combine(*sent, capacity)
 
     def _compute_and_combine(self, rows: Rows, state: State, capacity: int) -> Tensor:
-        self._hold(lambda: self._promises.broken_by(rows, capacity))
+        self._hold(lambda: self._promises.broken_by(rows, capacity))  # in checked mode
         with phase("experts", rows=len(rows.x_RH)):
             y_RH = self.experts(rows)
-        self._hold(lambda: self._promises.unfit_answer(rows, y_RH))
+        self._hold(lambda: self._promises.unfit_answer(rows, y_RH))  # in checked mode
         with phase("combine"):
             y_TH = self.exchange.combine(y_RH, state)
         self.workspace.leave(y_TH.device)
@@ -196,7 +196,7 @@ class SplitLayer(MoELayer, Generic[State]):
         return not asks and 1 <= declared <= limit and tokens <= declared
 
     def _hold(self, find: Callable[[], str | None]) -> None:
-        """In checked mode: raise a broken promise of any rank on all of them. Collective."""
+        """In checked mode: raise a broken promise of any rank on all of them. Collective. Else nothing is looked at."""
         on_gpu = self.spec.device.type == "cuda"
         if not self.spec.check or (on_gpu and torch.cuda.is_current_stream_capturing()):
             return
