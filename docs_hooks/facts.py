@@ -18,6 +18,7 @@ from docs_hooks import (
     fact_placements,  # noqa: F401  registers its own
     fact_stages,  # noqa: F401  registers its own
     fact_tables,
+    fact_traces,  # noqa: F401  registers its own
     idea_figures,
 )
 from docs_hooks.markdown import figure

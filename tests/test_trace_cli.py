@@ -126,7 +126,7 @@ def test_the_table_is_the_trace_s(written):
             if (e["ph"], e["name"], e["pid"]) == ("X", "experts", rank + 1)
         ]
         assert experts.by_rank[rank] == pytest.approx(sum(found) / 2 * 1e-6, abs=2e-9)
-    for words in ("waiting, us", "  experts", "over mean", "ui.perfetto.dev", "clocks agree"):
+    for words in ("waiting, us", "  experts", "active a call", "ui.perfetto.dev", "clocks agree"):
         assert words in written["said"]
 
 
@@ -144,6 +144,9 @@ def test_a_report_comes_back_from_json_and_shows_the_same(written):
     assert report.setting["stage"] == "02_fixed_capacity"
     assert report.setting["calls"] == 2
     assert report.machine["torch"] == torch.__version__
+    # two calls of 24 assignments each, over 16 experts a rank: one call names fewer than both
+    for one, both in zip(report.active, report.routing.active, strict=True):
+        assert 0 < one < both <= 16
     with pytest.raises(InputError, match="no report as `epmoe trace --json` writes it"):
         Report.from_dict({"kind": "layer"})
 

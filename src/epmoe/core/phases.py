@@ -55,7 +55,7 @@ class _Nvtx:
 
     def begin(self, name: str, facts: Mapping[str, Any]) -> None:
         try:
-            torch.cuda.nvtx.range_push(f"epmoe {name} {facts.get('op', '')}".rstrip())
+            torch.cuda.nvtx.range_push(f"epmoe:{name} {facts.get('op', '')}".rstrip())
         except RuntimeError as error:
             raise UnsupportedError(
                 f"NVTX ranges were asked for ({VARIABLE}=1 or phases.nvtx()) and this torch, {torch.__version__}, has "

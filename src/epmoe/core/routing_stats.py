@@ -20,7 +20,9 @@ from dataclasses import dataclass
 
 import torch
 from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from epmoe.core import ledger
@@ -209,35 +211,39 @@ def _over_mean(counts: Sequence[int]) -> float:
     return max(counts) * len(counts) / sum(counts) if sum(counts) else 1.0
 
 
-def render(stats: RoutingStats) -> Table:
-    """One row per rank, and below what holds for all of them."""
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, caption=_caption(stats), caption_justify="left"
-    )
-    names = ("rank", "tokens", "idle", "assigned", "over mean", "active")
+def render(stats: RoutingStats, active_per_call: Sequence[float] | None = None) -> RenderableType:
+    """One row per rank, and below what holds for all of them.
+
+    Args:
+        stats: of one or more calls.
+        active_per_call: active experts of every rank in one call on average, to show in place of those of all calls.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    active = "active" if active_per_call is None else "active a call"
+    names = ("rank", "tokens", "idle", "assigned", "over mean", active)
     for name in (*names, *(("given", "needed") if stats.delivered else ())):
         table.add_column(name, justify="right", no_wrap=True)
     mean = sum(stats.assignments) / stats.ranks
     for rank, assigned in enumerate(stats.assignments):
         share = f"{assigned / mean:.2f}" if mean else "-"
-        cells = [rank, stats.tokens[rank], stats.idle[rank], assigned, share, stats.active[rank]]
+        cells = [rank, stats.tokens[rank], stats.idle[rank], assigned, share]
+        cells.append(f"{active_per_call[rank]:.1f}" if active_per_call else stats.active[rank])
         cells += [stats.delivered[rank], stats.needed[rank]] if stats.delivered else []
         table.add_row(*map(str, cells))
-    return table
+    return Group(table, Text(_in_words(stats)))
 
 
-def _caption(stats: RoutingStats) -> str:
+def _in_words(stats: RoutingStats) -> str:
     visits = stats.visits
     named = sum(1 for count in visits if count)
     lines = [
-        "tokens, and of them idle ones without an expert, by source rank; assigned (token, expert) pairs and active "
-        "experts by owner rank",
+        "Tokens, and of them idle ones without an expert, by source rank; the rest by owner rank.",
         f"{named} of {len(visits)} experts are named; the busiest, expert {visits.index(max(visits))}, {max(visits)} "
-        f"times, {stats.expert_imbalance:.2f} times the mean of the experts",
-        f"the fullest rank computes {stats.rank_imbalance:.2f} times the mean of the ranks",
+        f"times, {stats.expert_imbalance:.2f} times the mean of the experts.",
+        f"The fullest rank computes {stats.rank_imbalance:.2f} times the mean of the ranks.",
     ]
     if stats.needed_share is not None:
         lines.append(
-            f"{stats.needed_share:.0%} of the rows given to experts are needed: one per token and rank that it names"
+            f"{stats.needed_share:.0%} of the rows given to experts are needed: one per token and rank that it names."
         )
     return "\n".join(lines)

@@ -179,6 +179,7 @@ class Report:
         setting: what was asked for, and what the layer says of itself.
         times: of every phase, per call.
         routing: of all calls together.
+        active: experts of every rank that are named in one call, the mean of the calls.
         computed: rows that went through an expert, of all calls and ranks.
         skipped: phases that ran in a graph capture and were not timed.
         aligned_within: seconds; no two ranks' clocks started further apart.
@@ -192,6 +193,7 @@ class Report:
     setting: dict[str, Any]
     times: list[PhaseTime]
     routing: RoutingStats
+    active: list[float]
     computed: int
     skipped: int
     aligned_within: float
@@ -229,6 +231,10 @@ def report_of(run: Run, what: str, where: str, records: Sequence[RankRecord]) ->
         setting={"calls": run.calls, "tokens": run.tokens, **records[0].layer},
         times=summarise([record.spans for record in records]),
         routing=routing,
+        active=[
+            sum(active) / run.calls
+            for active in zip(*(one.active for one in records[0].routing), strict=True)
+        ],
         computed=sum(sum(record.computed) for record in records),
         skipped=sum(record.skipped for record in records),
         aligned_within=max(record.aligned_within for record in records),

@@ -100,8 +100,8 @@ def render(report: Report) -> RenderableType:
             "Microseconds per call, the median of the calls. pack and merge: dispatch and combine without their "
             f"exchanges; waiting: exchanges above the rank where they were shortest. {within}{skipped}\n"
         ),
-        routing_stats.render(report.routing),
-        Words(f"{report.computed:,} rows went through an expert, padding included"),
+        routing_stats.render(report.routing, report.active),
+        Words(f"{report.computed:,} rows went through an expert, padding included."),
     )
 
 
