@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from epmoe.core.balance import balance
 from epmoe.core.bench import vllm_subjects
 from epmoe.core.bench.results import load
 from epmoe.core.bench.run import Config, estimate_seconds, run
@@ -49,6 +50,25 @@ def test_loopback_is_labelled_and_run_may_be_said(tmp_path):
     assert result.setting["rank"] == 1
     assert "transport loopback" in result.points[0].refused["01_variable_a2a"]
     assert result.points[0].ratios[0].of == "02_fixed_capacity"
+
+
+@pytest.mark.parametrize("where", [("--loopback", "--rank", "1"), ()], ids=["loopback", "ranks"])
+def test_replicas_are_measured_behind_the_same_gates(tmp_path, where):
+    file, path = tmp_path / "map.json", tmp_path / "r.json"
+    file.write_text(balance(range(32), 2, redundant=2).after.to_json())
+    words = ["--shape", "tiny", "--ep", "2", "--tokens", "3", "--placement", str(file), *where]
+    done = bench("run", *words, "--subjects", "02,grouped_mm", *QUICK, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    result = load(path)
+    assert result.setting["placement"] == "replicated"
+    assert result.points[0].subjects["02_fixed_capacity"].error is None
+    assert "knows no replicas" in result.points[0].refused["grouped_mm"]
+
+
+def test_other_maps_are_not_remembered():
+    words = ["--shape", "tiny", "--ep", "2", "--placement", "round_robin", "--remember"]
+    with pytest.raises(InputError, match="times of contiguous maps"):
+        bench("run", *words, *QUICK)
 
 
 def test_time_limit_leaves_sizes_out_and_says_so():

@@ -46,6 +46,9 @@ _Whole = Annotated[int, typer.Option(min=1)]
 def run_command(
     shape: Annotated[str, typer.Option(help="A named shape.")] = "glm-5.3-flash",
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 4,
+    placement: Annotated[
+        str, typer.Option(help="contiguous, round_robin, or a file of `epmoe balance --json`.")
+    ] = "contiguous",
     loopback: Annotated[
         bool, typer.Option("--loopback", help="One process plays one of the ranks.")
     ] = False,
@@ -106,6 +109,7 @@ def run_command(
     config = Config(
         shape=shape,
         ep=ep,
+        placement=placement,
         loopback=loopback,
         rank=rank,
         tokens=tuple(parse_tokens(tokens)),
@@ -135,7 +139,7 @@ def run_command(
         )
         return
     if remember:
-        keeping.check(device, ep, loopback)
+        keeping.check(device, ep, loopback, placement)
     result = _run(config, device, timeout)
     if os.environ.get("RANK", "0") == "0":
         if remember:

@@ -67,7 +67,8 @@ def expectations(setting: Setting, seed: int, limit: int) -> list[list[Expected]
 def _expected(setting: Setting, seed: int, draw: int, layer: int, rows_S: Tensor) -> Expected:
     sources = setting.draws[draw].sources
     if setting.loopback:
-        answers = [_local_answer(setting, source, layer, rows_S) for source in sources]
+        ranks = range(len(sources))
+        answers = [_local_answer(setting, rank, sources[rank], layer, rows_S) for rank in ranks]
         y_SH = torch.stack([answer.y_TH for answer in answers]).sum(dim=0)
         return Expected(
             rows_S, y_SH, torch.stack([answer.terms_T for answer in answers]).sum(dim=0)
@@ -78,10 +79,12 @@ def _expected(setting: Setting, seed: int, draw: int, layer: int, rows_S: Tensor
     return Expected(rows_S, y_SH, torch.cat([answer.terms_T for answer in answers]))
 
 
-def _local_answer(setting: Setting, source: Tokens, layer: int, rows_S: Tensor) -> Answer:
-    """What this rank's experts owe the sampled rows of one source."""
-    owners_E = setting.placement.owner_table(setting.device)
-    slots_E = setting.placement.slot_table(setting.device)
+def _local_answer(
+    setting: Setting, rank: int, source: Tokens, layer: int, rows_S: Tensor
+) -> Answer:
+    """What this rank's experts owe the sampled rows of one source, which is `rank`."""
+    owners_E = setting.placement.owner_table(setting.device, rank)
+    slots_E = setting.placement.slot_table(setting.device, rank)
     mine_SK = local_share(source.ids_TK[rows_S], owners_E, setting.rank)
     slots_SK = torch.where(mine_SK >= 0, slots_E[mine_SK.clamp(min=0).long()], -1)
     weights_SK = source.weights_TK[rows_S]

@@ -4,7 +4,7 @@ import os
 
 from epmoe.core import measured, own_file, registry
 from epmoe.core.bench.results import Measured, Point, Result
-from epmoe.core.errors import UnsupportedError
+from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.measured import Comparison, Situation
 from epmoe.core.transport import choose_here
 
@@ -26,13 +26,17 @@ def keep(result: Result) -> str:
     return f"{len(found)} comparisons of stages in {path}: `auto` looks there"
 
 
-def check(device: str, ep: int, loopback: bool) -> None:
+def check(device: str, ep: int, loopback: bool, placement: str = "contiguous") -> None:
     """Before anything is measured: raise where the result could not be kept.
 
     Raises:
-        InputError: the file is broken or about another device.
+        InputError: the file is broken or about another device, or another map than the contiguous one is measured.
         UnsupportedError: ranks share a GPU, so their times are not those of ranks with a GPU each.
     """
+    if placement != "contiguous":
+        raise InputError(
+            f"placement={placement}: `auto` looks for times of contiguous maps, leave --remember out"
+        )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if loopback else ep))
     choice = choose_here(here, device)
     if choice.shared:

@@ -27,7 +27,7 @@ from epmoe.core.bench.workload import (
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
 from epmoe.core.numerics import named_dtype
-from epmoe.core.placement import contiguous
+from epmoe.core.placement import parse_placement
 from epmoe.core.shape import named_shape
 
 _MEMORY_SHARE = 0.6  # of the device for weights: the rest is for buffers, graphs and libraries
@@ -40,6 +40,7 @@ class Config:
     Attributes:
         shape: a named shape.
         ep: expert-parallel ranks.
+        placement: as `parse_placement` reads it.
         loopback: one process plays `rank` of them.
         tokens: T sizes.
         subjects: names, or ("auto",).
@@ -56,6 +57,7 @@ class Config:
 
     shape: str = "glm-5.3-flash"
     ep: int = 4
+    placement: str = "contiguous"
     loopback: bool = False
     rank: int = 0
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -156,7 +158,7 @@ def _measure_point(
 def _base(group: EPGroup, config: Config) -> Setting:
     """Everything but the draws."""
     shape = named_shape(config.shape)
-    placement = contiguous(shape.experts, config.ep)
+    placement = parse_placement(config.placement, shape.experts, config.ep)
     dtype = named_dtype(config.dtype, group.device.type)
     rank = config.rank if config.loopback else group.rank
     layers = _layers_that_fit(group, config.layers, rank_weight_bytes(shape, placement, dtype))
@@ -215,6 +217,7 @@ def setting_record(base: Setting, config: Config, clock: Clock) -> dict:
     return {
         "shape": {name: getattr(base.shape, name) for name in sizes},
         "ep": config.ep,
+        "placement": base.placement.kind,
         "loopback": config.loopback,
         "rank": base.rank if config.loopback else None,
         "transport": "loopback" if config.loopback else base.group.transport,

@@ -9,6 +9,7 @@ Legend: T tokens here, EP ranks, R = EP * T rows, N = R * K assignments, H hidde
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -235,6 +236,9 @@ def make_subject(name: str, setting: Setting, vllm_configs: dict[int, dict] | No
     """
     from epmoe.core.bench import vllm_subjects
 
+    knows_replicas = name != "grouped_mm" and name not in vllm_subjects.NAMES
+    if setting.placement.kind == "replicated" and not knows_replicas:
+        raise UnsupportedError(f"{name} looks for an expert in one place: it knows no replicas")
     if name == "grouped_mm":
         return GroupedProduct(setting)
     if name in vllm_subjects.NAMES:
@@ -246,7 +250,7 @@ def make_subject(name: str, setting: Setting, vllm_configs: dict[int, dict] | No
     return StageSubject(name, setting)
 
 
-def variant(name: str) -> tuple[str, dict[str, str]]:
+def variant(name: str) -> tuple[str, dict[str, Any]]:
     """Stage and build options of a subject's name: "03" is the stage, "03:-pack-merge" it without two fusions."""
     stage, _, off = name.partition(":")
     if off and not off.startswith("-"):
