@@ -5,7 +5,7 @@ import json
 from docs_hooks.fact_tables import ROOT, fact, markdown_table
 
 from epmoe.core import registry
-from epmoe.core.bench import report
+from epmoe.core.bench import headline, report
 from epmoe.core.stages_cli import SHOWN, offer
 
 
@@ -41,6 +41,20 @@ def ladder_table(to: str = "") -> str:
     ]
     table = markdown_table(head, rows, 2)
     return table
+
+
+@fact
+def against_vllm_table() -> str:
+    """Time of the last stage over vLLM's, wherever both were measured."""
+    measured, _ = report.read_results(ROOT)
+    return markdown_table(*headline.against_vllm(measured, registry.names()[-1]), 2)
+
+
+@fact
+def time_split_table() -> str:
+    """Where the time of the last stage and of vLLM's tuned layer goes on real ranks."""
+    measured, _ = report.read_results(ROOT)
+    return markdown_table(*headline.time_split(measured, registry.names()[-1]), 3)
 
 
 @fact

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epmoe.core.bench import pages, plots, report
+from epmoe.core.bench import headline, pages, plots, report
 from epmoe.core.bench.profile import Kernel
 from epmoe.core.bench.profile import summarise as summarise_profile
 from epmoe.core.bench.results import (
@@ -190,11 +190,15 @@ def test_what_is_no_result_is_named(tmp_path):
         load(path)
 
 
+LADDER_END = "<!-- ladder:end -->"
+
+
 @pytest.fixture
 def clone(tmp_path):
     """A repository with a README and one result."""
     (tmp_path / "stages").mkdir()
-    text = f"# epmoe\n\n{report.BEGIN}\n{report.END}\n\nafter\n"
+    blocks = "\n".join(f"<!-- {b}:begin -->\n<!-- {b}:end -->\n" for b in ("ladder", "against"))
+    text = f"# epmoe\n\n{blocks}\nafter\n"
     (tmp_path / "README.md").write_text(text)
     example().save(tmp_path / report.RESULTS / "h200.json")
     return tmp_path
@@ -227,6 +231,33 @@ def test_ladder_takes_numbers_from_files_alone(clone):
     assert "1.2" not in found["01_variable_a2a"]
 
 
+def test_the_last_stage_is_held_against_vllm_wherever_both_ran():
+    result = example()
+    ours = "02_fixed_capacity"
+    point = result.points[0]
+    others = {"vllm-agrs": (1.25, 1.2, 1.3), "vllm-agrs-tuned": (1.01, 0.99, 1.02)}
+    ratios = [
+        Ratio(of=o, to=ours, median=m, low=a, high=b, claim="") for o, (m, a, b) in others.items()
+    ]
+    result.points[0] = _change(point, ratios=ratios)
+    head, rows = headline.against_vllm({"r": result}, ours)
+    assert head[:4] == ["on", "against", "T=1", "T=2"]
+    assert [row[2] for row in rows] == [
+        "**0.80**",
+        "0.99",
+    ]  # bold only where the interval excludes 1
+    assert all(cell == "-" for row in rows for cell in row[3:])
+    assert headline.against_vllm({}, ours)[1] == []
+
+
+def test_the_split_adds_up_what_the_profile_saw():
+    result = example()
+    kernels = [Kernel("gate_up_kernel", 0, 30), Kernel("pack", 30, 3), Kernel("ncclSend", 33, 12)]
+    _with_subject(result, profile=dataclasses.asdict(summarise_profile([kernels], layers=1)))
+    _, rows = headline.time_split({"r": result}, "02_fixed_capacity")
+    assert [row[1:] for row in rows] == [["1", "02_fixed_capacity", "45", "12", "0", "30", "3"]]
+
+
 def test_ladder_prefers_the_newest_and_takes_no_other_machine(clone):
     folder = clone / report.RESULTS
     example(created="2026-03-01T00:00:00+00:00", speed=0.9).save(folder / "newer.json")
@@ -242,7 +273,7 @@ def test_check_notices_what_is_stale_and_changes_nothing(clone, touched):
     report.generate(clone)
     path = clone / touched
     text = path.read_text()
-    path.write_text(text.replace(report.END, "x" + report.END) if "README" in touched else "old\n")
+    path.write_text(text.replace(LADDER_END, "x" + LADDER_END) if "README" in touched else "old\n")
     before = path.read_text()
     assert report.generate(clone, check=True) == [touched]
     assert path.read_text() == before

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from epmoe.core.bench import plots, view
 from epmoe.core.bench.padding import PaddingRow
+from epmoe.core.bench.profile import products_us
 from epmoe.core.bench.results import Measured, Point, Result, timed_subjects
 
 _MADE = "<!-- made by `epmoe bench report`: change the results, not this page -->\n"
-
-# matrix products by the names of their kernels: this project's, vLLM's, CUTLASS's (torch's grouped one), cuBLAS's
-_PRODUCTS = ("gate_up_kernel", "down_kernel", "fused_moe_kernel", "device_kernel", "nvjet")
 
 
 def result_pages(name: str, result: Result, folder: str) -> dict[str, str]:
@@ -173,7 +171,7 @@ def _profile(one: Measured, point: Point, result: Result) -> str:
     found = one.profile
     kernels = ", ".join(f"{name} {us:.1f}" for name, us in found["kernels_us"].items())
     cells = [f"{found[part]:.1f}" for part in ("span_us", "exchange_us", "wait_us")]
-    products = sum(us for name, us in found["kernels_us"].items() if name.startswith(_PRODUCTS))
+    products = products_us(found["kernels_us"])
     rate = f"{_operations(point, result) / products / 1e6:.0f}" if products else "-"
     return " | ".join([*cells, f"{products:.1f}", rate, f"{found['launches']:.0f}", kernels])
 

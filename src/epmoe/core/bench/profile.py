@@ -10,7 +10,7 @@ can add up to more than the span.
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from epmoe.core.bench.subjects import Setting
 _RUNS = 4
 _ENOUGH = 0.01  # of the span: kernels below are added up as "other kernels"
 OTHERS = "other kernels"
+# matrix products by the names of their kernels: this project's, vLLM's, CUTLASS's (torch's grouped one), cuBLAS's
+_PRODUCTS = ("gate_up_kernel", "down_kernel", "fused_moe_kernel", "device_kernel", "nvjet")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ def profile_chain(chain: Chain, setting: Setting) -> dict[str, Any]:
     mine = _record(chain, setting)
     by_rank = setting.group.all_gather_objects(mine)
     return asdict(summarise(by_rank, _RUNS * len(setting.weights)))
+
+
+def products_us(kernels_us: Mapping[str, float]) -> float:
+    """Microseconds of a profile's matrix products."""
+    return sum(us for name, us in kernels_us.items() if name.startswith(_PRODUCTS))
 
 
 def _record(chain: Chain, setting: Setting) -> list[Kernel]:

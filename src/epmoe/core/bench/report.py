@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from epmoe.core import registry
-from epmoe.core.bench import padding, pages, results
+from epmoe.core.bench import headline, padding, pages, results
 from epmoe.core.bench.plots import digest_of, with_digest
 from epmoe.core.bench.results import Measured, Result
 from epmoe.core.errors import InputError
 from epmoe.core.figures_route import route_picture
 from epmoe.core.toy import TOY
 
-BEGIN, END = "<!-- ladder:begin -->", "<!-- ladder:end -->"
 RESULTS, LEDGER, PAGES = "benchmarks/results", "ledger-cpu.json", "docs/ladder"
 NOT_MEASURED = "not measured yet"
 PICTURE = "docs/assets/route.svg"  # on README's first screen
@@ -64,7 +63,8 @@ def everything(root: Path) -> dict[str, str]:
     """path -> text of all that is generated."""
     measured, counted = read_results(root)
     stages = registry.names()
-    files = {"README.md": with_table(root / "README.md", ladder(root, stages, measured))}
+    tables = {"ladder": ladder(root, stages, measured), "against": against(stages, measured)}
+    files = {"README.md": with_tables(root / "README.md", tables)}
     for name, result in measured.items():
         files |= pages.result_pages(name, result, PAGES)
     for name, (head, rows) in counted.items():
@@ -172,10 +172,22 @@ def widest_first(measured: Mapping[str, Result]) -> list[Result]:
     return sorted(fitting, key=lambda one: (len(one.points), one.created), reverse=True)
 
 
-def with_table(readme: Path, table: str) -> str:
-    """README's text with the table between its markers. Raises InputError where they are missing."""
+def against(stages: Sequence[str], measured: Mapping[str, Result]) -> str:
+    """The last stage against vLLM, in Markdown."""
+    head, rows = headline.against_vllm(measured, stages[-1])
+    if not rows:
+        return f"Against vLLM: {NOT_MEASURED}."
+    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def with_tables(readme: Path, tables: Mapping[str, str]) -> str:
+    """README's text with each table between its markers. Raises InputError where they are missing."""
     text = readme.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise InputError(f"{readme}: put {BEGIN} and {END}, once each, around the ladder table")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+    for name, table in tables.items():
+        begin, end = (f"<!-- {name}:{word} -->" for word in ("begin", "end"))
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise InputError(f"{readme}: put {begin} and {end}, once each, around the {name} table")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+    return text

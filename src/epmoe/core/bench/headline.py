@@ -1,0 +1,91 @@
+"""The short tables of README and of the results page: the last stage against vLLM, and where its time goes.
+
+Both are made from committed results alone; a setting that nobody measured has no row.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from epmoe.core.bench.profile import products_us
+from epmoe.core.bench.results import Point, Result
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+SPLIT_SIZES = (1, 8, 128)
+_OTHERS = ("vllm-default", "vllm-tuned", "vllm-agrs", "vllm-agrs-tuned")
+_NAMES = {
+    "vllm-default": "vLLM's experts",
+    "vllm-tuned": "vLLM's experts, tuned",
+    "vllm-agrs": "vLLM's experts, all-gather and reduce-scatter",
+    "vllm-agrs-tuned": "the same, tuned",
+}
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def where(result: Result) -> str:
+    """The machine in a few words: how many GPUs, or that one plays a share."""
+    device, ep = result.machine["device"].removeprefix("NVIDIA "), result.setting["ep"]
+    if result.setting["loopback"]:
+        return f"one {device} as one of {ep} ranks"
+    return f"{ep} {device}s, EP={ep}"
+
+
+def against_vllm(measured: Mapping[str, Result], ours: str) -> Table:
+    """Head and rows: time of stage `ours` over vLLM's, per T; bold where the interval excludes 1."""
+    rows = [
+        [where(result), _NAMES[other], *(_ratio(result, ours, other, t) for t in SIZES)]
+        for result in _decode(measured)
+        for other in _OTHERS
+        if any(_found(point, ours, other) for point in result.points)
+    ]
+    return ["on", "against", *(f"T={t}" for t in SIZES)], rows
+
+
+def time_split(measured: Mapping[str, Result], ours: str) -> Table:
+    """Head and rows: exchange, waiting, products and the rest of `ours` and of vLLM's tuned layer over real ranks."""
+    rows = []
+    for result in _decode(measured):
+        for point in (p for p in result.points if p.tokens in SPLIT_SIZES):
+            for name, words in ((ours, ours), ("vllm-agrs-tuned", "vLLM's, tuned")):
+                one = point.subjects.get(name)
+                if one is not None and one.profile:
+                    rows.append([where(result), str(point.tokens), words, *_parts(one.profile)])
+    head = ["on", "T", "layer", "span, us", "exchange", "wait", "products", "other kernels"]
+    return head, rows
+
+
+def _decode(measured: Mapping[str, Result]) -> Sequence[Result]:
+    """Results of the decode sizes on a GPU, fewer ranks first, one GPU's share before whole groups."""
+    found = [
+        result
+        for result in measured.values()
+        if result.setting["clock"] == "CUDA events"
+        and {p.tokens for p in result.points} >= set(SPLIT_SIZES)
+    ]
+    return sorted(found, key=lambda one: (not one.setting["loopback"], one.setting["ep"]))
+
+
+def _found(point: Point, ours: str, other: str) -> tuple[float, float, float] | None:
+    """Median, low and high of time of `ours` / time of `other`."""
+    for ratio in point.ratios:
+        if (ratio.of, ratio.to) == (ours, other):
+            return ratio.median, ratio.low, ratio.high
+        if (ratio.of, ratio.to) == (other, ours):
+            return 1 / ratio.median, 1 / ratio.high, 1 / ratio.low
+    return None
+
+
+def _ratio(result: Result, ours: str, other: str, tokens: int) -> str:
+    point = next((p for p in result.points if p.tokens == tokens), None)
+    found = _found(point, ours, other) if point else None
+    if found is None:
+        return "-"
+    middle, low, high = found
+    return f"**{middle:.2f}**" if high < 1 or low > 1 else f"{middle:.2f}"
+
+
+def _parts(profile: Mapping[str, object]) -> list[str]:
+    kernels: Mapping[str, float] = profile["kernels_us"]  # pyright: ignore[reportAssignmentType]
+    products = products_us(kernels)
+    numbers = (profile[part] for part in ("span_us", "exchange_us", "wait_us"))
+    others = sum(kernels.values()) - products
+    return [*(f"{us:.0f}" for us in numbers), f"{products:.0f}", f"{others:.0f}"]
