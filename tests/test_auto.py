@@ -138,7 +138,7 @@ def test_wishes_and_options_decide():
     [
         (Wishes(graph_capturable=True), "is not graph capturable"),
         (Wishes(batch_invariant=True), "is not batch invariant"),
-        (Wishes(memory=1), "buffers"),
+        (Wishes(memory=1), "over the limit of 1 B"),
     ],
     ids=["graph", "invariant", "memory"],
 )
@@ -146,6 +146,19 @@ def test_a_named_stage_is_held_to_the_wishes_too(wishes, reason):
     error = said(groups.single(), "01", wishes=wishes)
     assert error.startswith("UnsupportedError: rank 0: 01_variable_a2a cannot serve this layer: ")
     assert reason in error
+
+
+def test_a_named_stage_tells_the_option_that_would_do():
+    error = said(groups.single(), "03", wishes=Wishes(batch_invariant=True))
+    assert "would be batch invariant with batch_invariant=True" in error
+
+
+def test_no_wishes_and_empty_wishes_are_the_same(pool, empty):
+    def build_with(group):
+        wishes = Wishes() if group.rank else None
+        return described(group, "auto", wishes=wishes)["stage"]
+
+    assert pool.run(with_files, empty, build_with, ranks=2) == ["02_fixed_capacity"] * 2
 
 
 def test_wishes_that_differ_between_ranks_are_told(pool, empty):

@@ -14,7 +14,7 @@ import torch
 
 from epmoe.core import measured, registry
 from epmoe.core.agreement import agree
-from epmoe.core.capabilities import Spec
+from epmoe.core.capabilities import Capabilities, Spec
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.measured import Comparison
@@ -166,10 +166,11 @@ def judge(spec: Spec, stages: Candidates) -> dict[str, Verdict]:
 def reasons_against(stage: Stage, spec: Spec, options: Mapping[str, object]) -> list[str]:
     """Why a layer of this stage, built with `options`, cannot serve `spec`; empty when it can."""
     unknown = sorted(set(options) - set(stage.options))
-    reasons = [f"has no option {name}" for name in unknown]
+    can = stage.capabilities_with(options)
     return [
-        *reasons,
-        *stage.capabilities_with(options).reasons_against(spec),
+        *(f"has no option {name}" for name in unknown),
+        *can.reasons_against(spec),
+        *_options_missed(stage, can, spec),
         *_too_much_memory(stage, spec),
     ]
 
@@ -223,6 +224,15 @@ def _verdict(stage: Stage | UnsupportedError, spec: Spec) -> Verdict:
         options=granted,
         interpreted=stage.capabilities.interpreted_on_cpu and spec.device == "cpu",
     )
+
+
+def _options_missed(stage: Stage, can: Capabilities, spec: Spec) -> list[str]:
+    """For each capability that is missing though an option would switch it on: that option."""
+    return [
+        f"would be {wish.replace('_', ' ')} with {', '.join(f'{k}={v}' for k, v in needed.items())}"
+        for wish, needed in stage.grants.items()
+        if getattr(spec, wish) and not getattr(can, wish)
+    ]
 
 
 def _too_much_memory(stage: Stage, spec: Spec) -> list[str]:

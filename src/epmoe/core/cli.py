@@ -172,6 +172,9 @@ def stages(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits in every batch.")
     ] = False,
+    maskable: Annotated[
+        bool, typer.Option("--maskable", help="Ranks can be masked between calls.")
+    ] = False,
     memory: Annotated[
         str | None, typer.Option(help="Bytes for buffers on a rank, such as 300MiB.")
     ] = None,
@@ -187,7 +190,7 @@ def stages(
     spec = stages_cli.situation(
         device=device, arch=arch, dtype=dtype, shape=shape, ranks=ranks, tokens=tokens,
         transport=transport, placement=placement, graph=graph, deterministic=deterministic,
-        batch_invariant=batch_invariant, memory=memory,
+        batch_invariant=batch_invariant, maskable=maskable, memory=memory,
     )  # fmt: skip
     data, table = stages_cli.why(spec)
     deliver(data, json_to, table)

@@ -223,8 +223,8 @@ def build(
     """Build a layer. Collective: all ranks call it with the same stage, shape, placement, capacity and options.
 
     Args:
-        stage: a registered name, its bare name or its number; or "auto", for what `choosing.select` takes:
-            `describe()["chosen_by"]` says by what.
+        stage: a registered name, its bare name or its number, or a pair of parts; or "auto", for what
+            `choosing.select` takes: `describe()["chosen_by"]` says by what.
         shape: sizes of the layer.
         weights: this rank's experts, in slot order (`placement.experts_of(group.rank)`).
         placement: which rank owns which expert.
@@ -242,6 +242,7 @@ def build(
         InputError: the same on every rank, before any data moves.
     """
     check = os.environ.get("EPMOE_CHECK") == "1" if check is None else check
+    wishes = wishes or Wishes()
     spec, problem = None, None
     try:
         spec = LayerSpec(
@@ -255,7 +256,7 @@ def build(
             overflow=overflow or choosing.overflow_of(stage),
             lost=lost,
             options=options,
-            wishes=wishes or Wishes(),
+            wishes=wishes,
         )
         check_spec(spec)
     except InputError as error:

@@ -87,6 +87,7 @@ def situation(
     graph: bool = False,
     deterministic: bool = False,
     batch_invariant: bool = False,
+    maskable: bool = False,
     memory: str | None = None,
 ) -> Spec:
     """What the options of `epmoe stages --why` ask for; what they leave out, this machine says.
@@ -118,6 +119,7 @@ def situation(
         graph_capturable=graph,
         deterministic=deterministic,
         batch_invariant=batch_invariant,
+        maskable=maskable,
         memory=parse_bytes(memory) if memory else None,
     )
 
@@ -141,7 +143,7 @@ def weigh(spec: Spec, comparisons: Sequence[Comparison] | None = None) -> dict[s
 def alike(reasons: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
     """(names, reasons) of those passed over, with the same reasons together, the preferred ones first."""
     found: dict[tuple[str, ...], list[str]] = {}
-    for name, why_not in reversed(reasons.items()):
+    for name, why_not in reversed(list(reasons.items())):
         found.setdefault(tuple(why_not), []).append(name)
     return [(names, list(why_not)) for why_not, names in found.items()]
 
