@@ -5,13 +5,15 @@ import shlex
 
 import pytest
 import torch
+from docs_hooks import fact_choosing
 from typer.testing import CliRunner
 
 from epmoe.core import measured, own_file, registry
+from epmoe.core.choosing import candidates
 from epmoe.core.cli import app
 from epmoe.core.errors import InputError
 from epmoe.core.measured import Comparison, Situation
-from epmoe.core.stages_cli import situation
+from epmoe.core.stages_cli import situation, weigh
 
 
 @pytest.fixture(autouse=True)
@@ -124,3 +126,22 @@ def test_wrong_questions_are_named(words, message):
     done = stages(f"--why {words}")
     assert isinstance(done.exception, InputError), done.output
     assert message in str(done.exception)
+
+
+def test_the_situations_of_the_site():
+    """What the page says is what `select` says: a choice or every reason, in each of its situations."""
+    found = {
+        name: weigh(fact_choosing.spec_of(asked), ())
+        for name, asked in fact_choosing.SITUATIONS.items()
+    }
+    everything = set(candidates())
+    for name, data in found.items():
+        assert set(data["reasons"]) == everything - {data["chosen"]}, name
+        assert all(data["reasons"].values()), name
+    assert found["a laptop without a GPU, four ranks on it"]["chosen"] == "02_fixed_capacity"
+    assert found["an old GPU (compute capability 7.5)"]["chosen"] == "02_fixed_capacity"
+    assert found["four GPUs, decode in CUDA graphs"]["chosen"] == "03_fused_triton"
+    invariant = found["a token's bits independent of its batch"]
+    assert invariant["options"] == {"batch_invariant": True}
+    assert found["the same with 2 GiB for buffers"]["chosen"] is None
+    assert found["the same in rounds of C = 2048"]["chosen"] == "03_fused_triton"
