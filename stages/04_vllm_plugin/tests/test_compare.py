@@ -211,3 +211,38 @@ def test_a_rank_that_hangs_is_ended(tmp_path, monkeypatch):
         ["pgrep", "-f", f"{tmp_path}/job.json"], capture_output=True, text=True, check=False
     )
     assert left.stdout == ""
+
+
+def test_a_stage_that_fails_is_out_and_the_others_go_on(monkeypatch):
+    """Two rounds: the failed stage is tried once, keeps its last words, and the comparison is not right."""
+    tried = []
+
+    def run_once(plan, stage, requests, python):
+        tried.append(stage)
+        if stage == STAGE:
+            raise RankFailedError("rank 0 failed:\nValueError: [too] small")
+        found = answer([[1, 2], [3, 4]], layers=[] if stage == NATIVE else [layer(stage)])
+        return outcome(found)
+
+    other = "01_variable_a2a"
+    monkeypatch.setattr(compare, "run_once", run_once)
+    monkeypatch.setattr(compare, "tokenise", lambda model, prompts: [[1], [1]])
+    plan = Plan(model="m", stages=(NATIVE, STAGE, other), prompts=("a", "b"), tokens=2, rounds=2)
+    found = compare.compare(plan, "python", lambda words: None)
+    assert tried == [NATIVE, STAGE, other, other, NATIVE]
+    assert [one.stage for one in found.results] == [NATIVE, other]
+    assert not found.right
+    assert "too] small" in found.as_dict()["failed"][STAGE]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(view.table(found))
+    assert "failed: ValueError: [too] small" in console.file.getvalue()
+
+
+def test_without_native_there_is_nothing_to_compare(monkeypatch):
+    def run_once(plan, stage, requests, python):
+        raise RunTimeoutError("native: not done in time")
+
+    monkeypatch.setattr(compare, "run_once", run_once)
+    monkeypatch.setattr(compare, "tokenise", lambda model, prompts: [[1], [1]])
+    with pytest.raises(RunTimeoutError, match="native"):
+        compare.compare(PLAN, "python", lambda words: None)

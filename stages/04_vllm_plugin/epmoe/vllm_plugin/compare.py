@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from epmoe.core import registry
-from epmoe.core.errors import InputError
+from epmoe.core.errors import InputError, RankFailedError, RunTimeoutError
 from epmoe.vllm_plugin import engines
 from epmoe.vllm_plugin.jobs import Job, Request
 from epmoe.vllm_plugin.judge import Outcome, StageResult, judge
@@ -72,15 +72,16 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Everything: the plan, the machine, one result per stage."""
+    """Everything: the plan, the machine, one result per stage that ran, what the others said when they ended."""
 
     plan: Plan
     machine: dict[str, Any]
     results: list[StageResult]
+    failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def right(self) -> bool:
-        return all(result.right for result in self.results)
+        return not self.failed and all(result.right for result in self.results)
 
     def as_dict(self) -> dict[str, Any]:
         results = [{**asdict(r), "right": r.right} for r in self.results]
@@ -89,6 +90,7 @@ class Comparison:
             "plan": asdict(self.plan),
             "machine": self.machine,
             "results": results,
+            "failed": self.failed,
         }
 
 
@@ -144,23 +146,40 @@ def job_for(plan: Plan, stage: str, requests: Sequence[Request]) -> tuple[Job, l
 
 
 def compare(plan: Plan, python: str, say: Callable[[str], None] = print) -> Comparison:
-    """Run every stage `plan.rounds` times, in turn. Raises what `engines.run` raises."""
+    """Run every stage `plan.rounds` times, in turn. A stage that fails is out, with its last words; the others go on.
+
+    Raises:
+        RankFailedError, RunTimeoutError: native vLLM failed, and there is nothing to hold the others against.
+    """
     ids = tokenise(plan.model, plan.prompts)
     requests = [Request(ids=one, tokens=plan.tokens) for one in ids]
     stages = sorted(plan.stages, key=lambda stage: stage != NATIVE)
     outcomes: dict[str, list[Outcome]] = {stage: [] for stage in stages}
+    failed: dict[str, str] = {}
     for number in range(plan.rounds):
         for stage in stages if number % 2 == 0 else reversed(stages):
-            job, order = job_for(plan, stage, requests)
-            say(f"round {number + 1} of {plan.rounds}: {stage} on {job.dp * job.tp} rank(s)")
-            variables = {"EPMOE_STAGE_OPTIONS": plan.options.get(stage, "")}
-            if plan.device == "cuda":
-                variables["EPMOE_COUNT"] = "1"
-            answers = engines.run(job, python, plan.device, plan.timeout, variables)
-            outcomes[stage].append(Outcome(job, answers, order))
+            if stage in failed:
+                continue
+            say(f"round {number + 1} of {plan.rounds}: {stage}")
+            try:
+                outcomes[stage].append(run_once(plan, stage, requests, python))
+            except (RankFailedError, RunTimeoutError) as error:
+                if stage == NATIVE:
+                    raise
+                failed[stage] = str(error)
     native = outcomes[NATIVE]
-    results = [judge(stage, outcomes[stage], native) for stage in stages]
-    return Comparison(plan=plan, machine=native[0].answers[0].machine, results=results)
+    results = [judge(stage, outcomes[stage], native) for stage in stages if stage not in failed]
+    machine = native[0].answers[0].machine
+    return Comparison(plan=plan, machine=machine, results=results, failed=failed)
+
+
+def run_once(plan: Plan, stage: str, requests: Sequence[Request], python: str) -> Outcome:
+    """One fresh engine on `stage`. Raises what `engines.run` raises."""
+    job, order = job_for(plan, stage, requests)
+    variables = {"EPMOE_STAGE_OPTIONS": plan.options.get(stage, "")}
+    if plan.device == "cuda":
+        variables["EPMOE_COUNT"] = "1"
+    return Outcome(job, engines.run(job, python, plan.device, plan.timeout, variables), order)
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:

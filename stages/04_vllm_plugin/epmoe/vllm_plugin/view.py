@@ -1,5 +1,6 @@
 """A comparison as a table and as a picture."""
 
+from rich.markup import escape
 from rich.table import Table
 
 from epmoe.core.figures import BLUE, FAINT, INK, MUTED, ORANGE, RED, SMALL, Picture, canvas
@@ -18,6 +19,8 @@ def table(comparison: Comparison) -> Table:
         shown.add_column(column)
     for result in comparison.results:
         shown.add_row(*row(result))
+    for stage, words in comparison.failed.items():
+        shown.add_row(stage, "-", f"[red]failed: {escape(words.splitlines()[-1])}[/red]")
     return shown
 
 
