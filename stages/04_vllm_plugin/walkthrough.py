@@ -195,22 +195,31 @@ from pathlib import Path
 
 from epmoe.core.figures_page import root
 
-run = json.loads(Path(root(), "stages/04_vllm_plugin/results/compare-cpu.json").read_text())
-plan = run["plan"]
-print(
-    f"vLLM {run['machine']['vllm']}, {plan['dtype']}, {len(plan['prompts'])} prompts x {plan['tokens']} tokens\n"
-)
-rows = {
-    one["stage"]: {
+
+def show(run):
+    """One comparison as a table, a line above it that says where it ran."""
+    plan, machine = run["plan"], run["machine"]
+    where = f"{machine['device']}, {'CUDA graphs' if plan['compiled'] else 'eager'}"
+    print(f"vLLM {machine['vllm']} on {where}, {plan['dtype']}, {Path(plan['model']).name}:")
+    print(f"{len(plan['prompts'])} prompts x {plan['tokens']} tokens\n")
+    print(table({one["stage"]: row(one) for one in run["results"]}, "experts run on"))
+
+
+def row(one):
+    speed = one["against_native"]
+    return {
         "ranks": one["ranks"],
         "ids": "all equal" if one["equal"] else "differ",
         "log-probabilities off by": f"{one['max_logprob_distance']:.0e}",
         "calls of a layer": " ".join(map(str, one["calls_per_rank"])),
         "a spoilt expert": {True: "seen", False: "MISSED", None: "-"}[one["sabotage_seen"]],
+        "tokens/s : native": "{:.2f} [{:.2f}, {:.2f}]".format(*speed) if speed else "-",
     }
-    for one in run["results"]
-}
-print(table(rows, "experts run on"))
+
+
+results = Path(root(), "stages/04_vllm_plugin/results")
+run = json.loads((results / "compare-cpu.json").read_text())
+show(run)
 
 # %% tags=["hide-input"]
 ledger_bars(
@@ -229,7 +238,16 @@ ledger_bars(
 # is turned, in the weights that vLLM holds, and the text has to change. And ids are coarse, one number out of hundreds:
 # log-probabilities show what they hide.
 #
-# The time of serving on a GPU with these stages: not measured yet.
+# The same on GPUs, with CUDA graphs where a stage can be captured; with two ranks every rank serves requests of its own
+# and the experts are spread over both:
+
+# %%
+on_gpus = sorted(results.glob("compare-h200*.json"))
+for path in on_gpus:
+    show(json.loads(path.read_text()))
+    print()
+if not on_gpus:
+    print("not measured yet")
 
 # %% [markdown]
 # ## Where it loses
