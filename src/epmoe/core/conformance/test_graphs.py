@@ -34,7 +34,7 @@ def test_7C_replays_with_other_routing(stage, gpu_run, capabilities, ranks, dtyp
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_thousand_replays(stage, gpu_run, capabilities, ranks, dtype):
     """1,000 replays, each with fresh tokens and routing of every kind, ranks idle at times; some held to eager bits."""
     _offered(capabilities)

@@ -233,6 +233,14 @@ def test_on_cuda(stage, gpu_check, kind, dtype):
         gpu_check(Case(stage=stage, shape=USUAL, tokens=steps(ranks), kind=kind, dtype=dtype))
 
 
+@pytest.mark.parametrize("kind", ["uniform", "one_rank"])
+def test_eight_ranks(stage, check, kind):
+    """More ranks than a usual session has: `--ranks 8` runs it."""
+    shape = MoEShape(hidden=16, intermediate=8, experts=20, topk=4)
+    tokens = ((3, 0, 1, 2, 0, 4, 1, 5), (0, 0, 0, 0, 0, 0, 0, 1))
+    check(Case(stage=stage, shape=shape, tokens=tokens, kind=kind))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_long_prompts_on_cuda(stage, gpu_check, ranks):
