@@ -3,16 +3,20 @@
 import multiprocessing
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from epmoe.core import groups, registry
 from epmoe.core.cases import Case
-from epmoe.core.errors import DisagreementError, InputError
-from epmoe.core.faults import regroup
+from epmoe.core.checks import problem_with_mask
+from epmoe.core.errors import DisagreementError, InputError, RankFailedError
+from epmoe.core.faults import rebuild, regroup
 from epmoe.core.groups import EPGroup
 from epmoe.core.launch import RankPool
+from epmoe.core.loopback import LoopbackGroup
 from epmoe.core.shape import MoEShape
+from epmoe.core.verify import build_case
 from tests import fault_ranks
 
 SHAPE = MoEShape(hidden=16, intermediate=8, experts=6, topk=2)
@@ -108,21 +112,60 @@ def test_a_joined_group_is_its_makers(tmp_path):
         regroup(group, [1], tmp_path / "new")
 
 
-def disagree(group: EPGroup, folder: str) -> str:
-    """Rank 0 believes that 1 has died, rank 2 that 0 has; rank 1 does nothing. Rank 0 and 2 meet."""
-    if group.rank == 1:
-        group.abandon()
-        return "idle"
+def disagree(group: EPGroup, folder: str) -> tuple[str, str]:
+    """Ranks 1 and 2 believe that 0 has died, 0 believes that 1 has. Before, 0 goes to a place where nobody comes.
+
+    What both attempts end with.
+    """
+    told = Path(folder) / "told"
+    if group.rank == 0:
+        lonely = attempt(group, [1], f"{folder}/lonely", 3)
+        found = attempt(group, [1], f"{folder}/new", 30)
+        told.touch()
+        return lonely, found
+    return "", attempt(group, [0], f"{folder}/new", 30, told)
+
+
+def attempt(
+    group: EPGroup, gone: list[int], where: str, timeout: float, until: Path | None = None
+) -> str:
+    """Regroup, and keep the new group until that file is there: the place of a group is gone when the group is."""
     try:
-        regroup(group, [1] if group.rank == 0 else [0], f"{folder}/new", timeout=20)
-    except DisagreementError as error:
-        return str(error)
-    return "agreed"
+        smaller = regroup(group, gone, where, timeout=timeout)
+    except (DisagreementError, RankFailedError) as error:
+        return f"{type(error).__name__}: {error}"
+    met = smaller.all_gather_ints([group.rank])
+    deadline = time.monotonic() + timeout
+    while until is not None and not until.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    smaller.close()
+    return str(met)
 
 
-def test_survivors_must_agree_who_has_died(tmp_path):
+def test_survivors_must_meet_and_agree_who_has_died(tmp_path):
+    """Who waits in vain is told at the time limit, and may try again; who believes other things, at once."""
     with RankPool(3, "cpu") as pool:
-        first, idle, last = pool.run(disagree, str(tmp_path), timeout=60)
-    assert idle == "idle"
-    assert first == last
-    assert "[(0, [1]), (2, [0])]" in first
+        (lonely, zero), (_, one), (_, two) = pool.run(disagree, str(tmp_path), timeout=60)
+    assert lonely.startswith("RankFailedError: ranks [0, 2] did not all meet at"), lonely
+    assert zero == ("DisagreementError: ranks disagree about who is gone: 2 says [0], 0 says [1]")
+    assert one == two == "[[1], [2]]"
+
+
+def test_rebuilt_layers_keep_their_rules_and_masks():
+    """Of ranks 0 to 3, 1 has died and 2 is masked: 2 is number 1 now, and still masked."""
+    case = Case(stage="02", shape=SHAPE, tokens=((2,) * 4,), placement=HOMES, lost="renormalise")
+    layer = build_case(LoopbackGroup(0, 4, "cpu"), case)
+    layer.mask_ranks([2])
+    rebuilt = rebuild(layer, [1], LoopbackGroup(0, 3, "cpu"))
+    assert layer.closed
+    assert (rebuilt.spec.lost, rebuilt.spec.overflow) == ("renormalise", "rounds")
+    assert rebuilt.spec.placement == case.placed().without([1])
+    assert rebuilt.spec.weights is layer.spec.weights
+    assert rebuilt.spec.tables.gone == (1,)
+
+
+def test_no_masks_inside_a_capture():
+    layer = build_case(LoopbackGroup(0, 2, "cpu"), Case(stage="02", shape=SHAPE, tokens=((1, 1),)))
+    problem = problem_with_mask(layer.spec, (1,), capturing=True)
+    assert "call it between replays" in str(problem)
+    assert problem_with_mask(layer.spec, (1,), capturing=False) is None

@@ -18,10 +18,12 @@ For ranks that still live and shall hold no experts any more, `MoELayer.mask_ran
 
 import os
 from collections.abc import Collection
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from epmoe.core import groups
-from epmoe.core.errors import DisagreementError, InputError
+from epmoe.core.errors import DisagreementError, InputError, RankFailedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import MoELayer, build
 from epmoe.core.placement import check_gone
@@ -48,8 +50,8 @@ def regroup(
 
     Raises:
         InputError: unknown ranks, all of them, this one among them, or a group that somebody else made.
-        DisagreementError: survivors do not agree who has died.
-        torch.distributed.DistError: they did not all come within `timeout`.
+        DisagreementError: another survivor says that others have died.
+        RankFailedError: they did not all come within `timeout`; the same group may be regrouped again.
     """
     check_gone(gone, group.size)
     if group.rank in gone:
@@ -60,12 +62,31 @@ def regroup(
         )
     left = [rank for rank in range(group.size) if rank not in gone]
     group.abandon()
-    smaller = groups.init(left.index(group.rank), len(left), group.device, rendezvous, timeout)
-    claims = smaller.all_gather_objects((group.rank, sorted(gone)))
-    if claims != [(rank, sorted(gone)) for rank in left]:
-        smaller.close()
-        raise DisagreementError(f"survivors disagree about (their rank, who is gone): {claims}")
-    return smaller
+    number, who = left.index(group.rank), partial(_claim, group.rank, left, sorted(gone), timeout)
+    try:
+        return groups.init(number, len(left), group.device, rendezvous, timeout, first=who)
+    except RuntimeError as error:
+        raise RankFailedError(
+            f"ranks {left} did not all meet at {os.fspath(rendezvous)} within {timeout:g} s: {error}. Is another one "
+            "gone? Regroup at a new place"
+        ) from error
+
+
+def _claim(rank: int, left: list[int], gone: list[int], timeout: float, store: Any) -> None:
+    """Wait until all that are left have said who is gone, and raise where one says something else.
+
+    On the store, before torch makes a group: one that failed half way would count, and name the next one otherwise than
+    on ranks where it did not.
+    """
+    store.set(f"gone/{rank}", str(gone))
+    keys = [f"gone/{other}" for other in left]
+    store.wait(keys, timedelta(seconds=timeout))
+    for other, key in zip(left, keys, strict=True):
+        said = store.get(key).decode()
+        if said != str(gone):
+            raise DisagreementError(
+                f"ranks disagree about who is gone: {other} says {said}, {rank} says {gone}"
+            )
 
 
 def rebuild(layer: MoELayer, gone: Collection[int], group: EPGroup) -> MoELayer:

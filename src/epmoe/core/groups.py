@@ -10,7 +10,7 @@ Two planes, so that what a layer costs can be told apart from what its set-up co
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -234,10 +234,12 @@ def init(
     device: torch.device | str,
     rendezvous: str | os.PathLike,
     timeout: float = 1800.0,
+    first: Callable[[Any], None] = lambda store: None,
 ) -> EPGroup:
     """Join `size` ranks into torch.distributed's default group; collective. gloo on cpu, NCCL with a gloo side on cuda.
 
     rendezvous: a file that all ranks reach (one host), or a url ("tcp://host:port", "env://"). timeout in seconds.
+    first: is given the store where several ranks meet, before torch is; what it raises ends the attempt.
     """
     if not 0 <= rank < size:
         raise InputError(f"rank {rank} of {size}: give 0 to {size - 1}")
@@ -252,6 +254,7 @@ def init(
         )
     limit = timedelta(seconds=timeout)
     store = pgs.rendezvous(os.fspath(rendezvous), rank, size, limit)
+    first(store)
     backend = "gloo" if where.type == "cpu" else "cpu:gloo,cuda:nccl"
     # No device_id: it would make NCCL split the parent for every subgroup, which needs ranks outside of it.
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
