@@ -14,7 +14,7 @@ from epmoe.core.errors import CapacityError, InputError, UnsupportedError
 from epmoe.core.placement import check_gone
 
 if TYPE_CHECKING:
-    from epmoe.core.layer import LayerSpec
+    from epmoe.core.layer_spec import LayerSpec
 
 
 def check_spec(spec: "LayerSpec") -> None:

@@ -20,7 +20,8 @@ from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.parts import ExchangePart, ExpertsPart
 
 if TYPE_CHECKING:
-    from epmoe.core.layer import LayerSpec, MoELayer
+    from epmoe.core.layer import MoELayer
+    from epmoe.core.layer_spec import LayerSpec
     from epmoe.core.memory import LayerSize, Memory
     from epmoe.core.tune import Tuner
 

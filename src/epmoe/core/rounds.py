@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from epmoe.core.errors import CapacityError
 
 if TYPE_CHECKING:
-    from epmoe.core.layer import LayerSpec
+    from epmoe.core.layer_spec import LayerSpec
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epmoe.core.cases import Case
 from epmoe.core.groups import EPGroup
-from epmoe.core.layer import LayerSpec
+from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.loopback import LoopbackGroup
 from epmoe.core.shape import MoEShape
 from epmoe.core.split import SplitLayer

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from epmoe.core import own_file
-from epmoe.core.layer import LayerSpec
+from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.own_file import device_name
 from epmoe.fused_triton import kernels
 
