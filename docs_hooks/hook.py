@@ -27,7 +27,7 @@ def on_config(config):
     """Diffs are written before any page can include one; stages and results join the navigation by themselves."""
     diffs.write(ROOT, SNIPPETS)
     config.watch += [
-        str(ROOT / name) for name in ("stages", "includes", "docs_hooks", "benchmarks")
+        str(ROOT / name) for name in ("stages", "examples", "includes", "docs_hooks", "benchmarks")
     ]
     for entry in config.nav:
         if "Stages" in entry:

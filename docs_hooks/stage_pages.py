@@ -11,6 +11,8 @@ _SHOWN = (
     "stages/*/epmoe/**/*.py",
     "stages/*/exercises/*.py",
     "stages/*/tests/*.py",
+    "examples/*/src/**/*.py",
+    "examples/*/tests/test_*.py",
 )
 _NO_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
 
