@@ -7,16 +7,23 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from epmoe.core.bench.provenance import machine
 
+_WHERE = "epmoe_where"
+
 
 @dataclass
 class Recorder:
-    """A pytest plugin that keeps the outcome of every check."""
+    """A pytest plugin that keeps the outcome of every check.
+
+    With pytest-xdist (`-n 3`) the ranks live in the workers: each tells the controller where, and the controller, which
+    sees every outcome, writes.
+    """
 
     path: Path
     where: str = ""
@@ -30,8 +37,17 @@ class Recorder:
         if report.skipped and isinstance(report.longrepr, tuple):
             self.reasons[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
 
-    def pytest_sessionfinish(self) -> None:
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """pytest-xdist's hook: a worker has ended, and says where its ranks were."""
+        self.where = self.where or getattr(node, "workeroutput", {}).get(_WHERE, "")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """pytest's hook: write the file, failed or not."""
+        told: dict[str, str] | None = getattr(session.config, "workeroutput", None)
+        if told is not None:
+            told[_WHERE] = self.where
+            return
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         data = {
             "kind": "suite",
