@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epmoe.core import groups, ledger
+from epmoe.core import groups, ledger, registry
 from epmoe.core.cases import Case
 from epmoe.core.errors import InputError
 from epmoe.core.layer import build
@@ -67,7 +67,11 @@ def owed(case: Case, rank: int, tokens: int) -> tuple[Tensor, Tensor]:
 )
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_the_result_is_what_this_rank_owes_every_source(rank, kind, placement):
-    case = case_of(kind=kind, placement=placement)
+    pays_what_it_owes(case_of(kind=kind, placement=placement), rank)
+
+
+def pays_what_it_owes(case: Case, rank: int) -> None:
+    """All sources in turn bring their tokens to the played rank."""
     group, layer = played(case, rank)
     calls = calls_of(case)
     group.record_peers(layer, calls)
@@ -77,6 +81,18 @@ def test_the_result_is_what_this_rank_owes_every_source(rank, kind, placement):
         off_T = (y_TH.double() - wanted_TH).abs().amax(1)
         assert (off_T <= tolerance(torch.float32) * terms_T).all()
     layer.close()
+
+
+def offers_loopback(name: str) -> bool:
+    return "loopback" in registry.load(name).capabilities.transports
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in (*registry.names(), *registry.pairs()) if offers_loopback(name)]
+)
+def test_whoever_offers_it_can_be_played(name):
+    """Packed rows do not care who computes them."""
+    pays_what_it_owes(case_of(stage=name, kind="masked"), rank=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
