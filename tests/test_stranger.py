@@ -107,6 +107,18 @@ def test_a_command_of_the_guide(command, bin_folder, package):
     assert re.search(words, execute(command, bin_folder, package)), command
 
 
+def test_the_code_of_the_guide_is_the_package():
+    """Every block of code on the page is one region of a file of the example, as it is."""
+    blocks = re.findall(r"^```(?:python|toml)[^\n]*\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    shown = [re.fullmatch(r'--8<-- "(examples/fewer_bytes/\S+):(\w+)"\n', b) for b in blocks]
+    assert len(shown) >= 7
+    for block, match in zip(blocks, shown, strict=True):
+        assert match, block
+        text = (ROOT / match[1]).read_text()
+        assert text.count(f"# --8<-- [start:{match[2]}]\n") == 1, block
+        assert text.count(f"# --8<-- [end:{match[2]}]\n") == 1, block
+
+
 def test_it_is_the_wheel_that_ran(bin_folder, package):
     """Not the checkout: neither epmoe nor the example comes from it."""
     find = "import epmoe.core, fewer_bytes; print(*epmoe.core.__path__, *fewer_bytes.__path__)"

@@ -37,13 +37,24 @@ def test_a_token_travels_once_to_a_rank(pool, kind, dtype):
             assert call.ledger["wire_bytes"] == counts + out + received * SHAPE.hidden * 4
 
 
-def test_it_sends_less_than_a_row_for_every_expert(pool):
-    def sent(stage: str) -> int:
-        case = Case(stage=stage, shape=SHAPE, tokens=((16, 16),))
-        reports = judged(pool.run(run_case, case, ranks=2))
-        return sum(one.calls[0].ledger["wire_bytes"] for one in reports)
+def sent(pool, stage: str, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes that leave two ranks in one call."""
+    case = Case(stage=stage, shape=SHAPE, tokens=((tokens, tokens),), dtype=dtype)
+    reports = judged(pool.run(run_case, case, ranks=2))
+    return sum(one.calls[0].ledger["wire_bytes"] for one in reports)
 
-    assert sent("once_per_rank+padded") < sent("variable_a2a+padded") / 1.5
+
+def test_it_sends_less_than_a_row_for_every_expert(pool):
+    rows = sent(pool, "variable_a2a+padded", 16, torch.float32)
+    assert sent(pool, "once_per_rank+padded", 16, torch.float32) < rows / 1.5
+
+
+def test_break_even_of_travelling_weights(pool):
+    """E * I / K tokens of every rank in 16 bits; a row carries a slot and a weight too, which that leaves out."""
+    tokens = SHAPE.experts * SHAPE.intermediate // SHAPE.topk
+    rows = sent(pool, "variable_a2a+padded", tokens, torch.bfloat16)
+    weights = sent(pool, "travelling_weights", tokens, torch.bfloat16)
+    assert 0.9 < rows / weights < 1.2
 
 
 @pytest.mark.parametrize("kind", ["uniform", "one_rank"])
