@@ -136,3 +136,17 @@ def test_after_instant_navigation(open_context):
     assert page.evaluate("window.stayed") is True
     stepper.locator(".play-step").nth(4).click()
     expect(stepper).to_have_attribute("data-step", "experts")
+
+
+def test_a_trace_of_one_s_own(open_context, tmp_path):
+    """What `epmoe trace --stepper` writes is played; anything else is told, and what was shown stays."""
+    stepper = start(open_context())
+    own = trace("02_fixed_capacity", "uniform-r3-e8-k2")
+    (tmp_path / "own.json").write_text(json.dumps(own))
+    stepper.locator("#stepper-file").set_input_files(tmp_path / "own.json")
+    expect(stepper).to_have_attribute("data-trace", "02_fixed_capacity/uniform-r3-e8-k2")
+    expect(stepper.locator(".play-rank")).to_have_count(3)
+    (tmp_path / "other.json").write_text('{"traceEvents": []}')
+    stepper.locator("#stepper-file").set_input_files(tmp_path / "other.json")
+    expect(stepper.locator(".play-caption")).to_contain_text("other.json could not be read")
+    expect(stepper).to_have_attribute("data-trace", "02_fixed_capacity/uniform-r3-e8-k2")

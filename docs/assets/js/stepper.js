@@ -69,7 +69,10 @@ class Stepper extends HTMLElement {
       element("div", { class: "play-field play-follow" }, element("label", { for: "stepper-follow" }, "Follow"), this.follow));
     this.table = element("table", { class: "play-table" }, element("thead"), element("tbody"));
     const details = element("details", { class: "play-rows" }, element("summary", {}, "The rows of this step, as a table"), element("div", { class: "play-scroll", tabindex: "0", role: "region", "aria-label": "Rows of this step" }, this.table));
-    this.append(form, this.steps, this.frame, this.caption, controls, details);
+    const file = element("input", { id: "stepper-file", type: "file", accept: ".json" });
+    file.addEventListener("change", () => this.open(file.files[0]));
+    const own = element("div", { class: "play-field play-own" }, element("label", { for: "stepper-file" }, "Your own trace"), file);
+    this.append(form, this.steps, this.frame, this.caption, controls, details, own);
     this.addEventListener("keydown", (event) => this.key(event));
   }
 
@@ -111,6 +114,18 @@ class Stepper extends HTMLElement {
       this.cache.delete(url);
       this.caption.textContent = `This trace could not be read: ${error.message}. The site must be served, for example with: python -m http.server -d site`;
     }
+  }
+
+  // A file that `epmoe trace --stepper` wrote; it does not leave the browser.
+  async open(file) {
+    const ticket = (this.ticket = (this.ticket ?? 0) + 1);
+    try {
+      const trace = JSON.parse(await file.text());
+      if (ticket !== this.ticket) return;
+      if (trace.format !== model.FORMAT) throw new Error("it is nothing that epmoe trace --stepper wrote");
+      this.show(trace);
+      this.dataset.trace = `${trace.stage}/${trace.scenario.name}`;
+    } catch (error) { this.caption.textContent = `${file?.name} could not be read: ${error.message}`; }
   }
 
   show(trace) {
