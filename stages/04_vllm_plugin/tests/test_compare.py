@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -246,3 +247,26 @@ def test_without_native_there_is_nothing_to_compare(monkeypatch):
     monkeypatch.setattr(compare, "tokenise", lambda model, prompts: [[1], [1]])
     with pytest.raises(RunTimeoutError, match="native"):
         compare.compare(PLAN, "python", lambda words: None)
+
+
+def test_at_once_starts_every_engine_before_any_ends(monkeypatch):
+    started = threading.Barrier(3, timeout=20)  # breaks, and the test fails, where they run in turn
+
+    def run_once(plan, stage, requests, python):
+        started.wait()
+        return outcome(answer([[1, 2], [3, 4]], layers=[] if stage == NATIVE else [layer(stage)]))
+
+    monkeypatch.setattr(compare, "run_once", run_once)
+    monkeypatch.setattr(compare, "tokenise", lambda model, prompts: [[1], [1]])
+    stages = (NATIVE, STAGE, "01_variable_a2a")
+    plan = Plan(model="m", stages=stages, prompts=("a", "b"), tokens=2, device="cuda", at_once=True)
+    found = compare.compare(plan, "python", lambda words: None)
+    assert [one.stage for one in found.results] == list(stages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"), [({"repeats": 2}, "times"), ({"device": "cpu"}, "cpu")]
+)
+def test_at_once_is_refused_where_it_would_mislead(changes, why):
+    with pytest.raises(InputError, match=why):
+        Plan(**{**vars(PLAN), "device": "cuda", "at_once": True, **changes})

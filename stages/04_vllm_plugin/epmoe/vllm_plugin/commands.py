@@ -47,6 +47,9 @@ def compare(
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Fresh engines per stage, in turn.")] = 1,
     repeats: Annotated[int, typer.Option(min=0, help="Timed generations in each of them.")] = 0,
+    at_once: Annotated[
+        bool, typer.Option("--at-once", help="All engines at the same time, on a GPU; no times.")
+    ] = False,
     sabotage: Annotated[
         int | None, typer.Option(help="Spoil this expert once more in each run.")
     ] = None,
@@ -82,6 +85,7 @@ def compare(
         timeout=timeout,
         options={comparing.resolve_stages(name)[0]: text for name, _, text in options},
         engine=_json(engine),
+        at_once=at_once,
     )
     found = comparing.compare(
         comparing.with_limits(plan, length), engines.find_python(python), _say

@@ -1,6 +1,7 @@
 """The same prompts through vLLM with its own experts and with each stage's, every run in fresh processes."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Plan:
         sabotage: an expert that is spoilt in one more generation of each run: the text has to change.
         options: of the stages, by registered name.
         engine: more arguments for vLLM's LLM.
+        at_once: all engines of a round run at the same time: sooner done, but without times. They share the GPUs, so
+            `engine` has to leave room ("gpu_memory_utilization").
     """
 
     model: str
@@ -58,8 +61,15 @@ class Plan:
     timeout: float = 300.0
     options: dict[str, str] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    at_once: bool = False
 
     def __post_init__(self):
+        if self.at_once and self.repeats:
+            raise InputError(
+                f"at_once with repeats={self.repeats}: engines that run together have no times of their own"
+            )
+        if self.at_once and self.device == "cpu":
+            raise InputError("at_once on a cpu: vLLM's CPU groups find each other by one name")
         if self.spread not in SPREADS:
             raise InputError(f"spread={self.spread!r}: choose one of {', '.join(SPREADS)}")
         if not self.prompts:
@@ -156,17 +166,22 @@ def compare(plan: Plan, python: str, say: Callable[[str], None] = print) -> Comp
     stages = sorted(plan.stages, key=lambda stage: stage != NATIVE)
     outcomes: dict[str, list[Outcome]] = {stage: [] for stage in stages}
     failed: dict[str, str] = {}
+
+    def attempt(stage: str, number: int) -> None:
+        if stage in failed:
+            return
+        say(f"round {number + 1} of {plan.rounds}: {stage}")
+        try:
+            outcomes[stage].append(run_once(plan, stage, requests, python))
+        except (RankFailedError, RunTimeoutError) as error:
+            failed[stage] = str(error)
+            if stage == NATIVE:
+                raise
+
     for number in range(plan.rounds):
-        for stage in stages if number % 2 == 0 else reversed(stages):
-            if stage in failed:
-                continue
-            say(f"round {number + 1} of {plan.rounds}: {stage}")
-            try:
-                outcomes[stage].append(run_once(plan, stage, requests, python))
-            except (RankFailedError, RunTimeoutError) as error:
-                if stage == NATIVE:
-                    raise
-                failed[stage] = str(error)
+        order = stages if number % 2 == 0 else stages[::-1]
+        with ThreadPoolExecutor(len(order) if plan.at_once else 1) as threads:
+            list(threads.map(attempt, order, [number] * len(order)))
     native = outcomes[NATIVE]
     results = [judge(stage, outcomes[stage], native) for stage in stages if stage not in failed]
     machine = native[0].answers[0].machine
