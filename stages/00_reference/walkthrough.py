@@ -220,7 +220,7 @@ torch.testing.assert_close(answer.y_TH[1], by_hand_H)
 # ```
 #
 # The map is looked up as the source rank sees it, because a hot expert may live on several ranks: see
-# [Placements](../use/placements.md). In this toy, all ranks see the same.
+# [Placements](../../use/placements.md). In this toy, all ranks see the same.
 #
 # On the toy, on both ranks, read off the rows that the real layer received:
 
