@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from epmoe.core import groups, ledger
+from epmoe.core import groups, ledger, phases
 from epmoe.core.cases import Case
 from epmoe.core.conformance.plugin import NEEDS_CUDA
 from epmoe.core.errors import InputError
@@ -14,6 +14,7 @@ from epmoe.core.expert_tables import ExpertTables
 from epmoe.core.graphs import GraphedCall
 from epmoe.core.groups import EPGroup
 from epmoe.core.placement import Placement, contiguous, replicated, round_robin
+from epmoe.core.routing import route
 from epmoe.core.routing_stats import (
     RoutingCounter,
     RoutingStats,
@@ -21,10 +22,12 @@ from epmoe.core.routing_stats import (
     count_routing,
     render,
 )
-from epmoe.core.shape import SHAPES
+from epmoe.core.shape import SHAPES, MoEShape
 from epmoe.core.toy import TOY
 from epmoe.core.verify import bring, build_case
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = MoEShape(hidden=16, intermediate=16, experts=8, topk=2)
 HOMES = replicated([(0, 1), (0,), (1, 2), (2,)], 3)
 
 
@@ -144,6 +147,23 @@ def test_a_layer_counts_its_calls_and_all_ranks_read_the_same(pool):
     )
     assert every == whole
     assert sum(every.idle) > 0
+
+
+def test_a_router_on_the_way_out_is_no_phase_and_its_choice_is_counted():
+    group = groups.single(DEVICE)
+    case = Case(stage="03", shape=SMALL, tokens=((3,),))
+    layer = build_case(group, case)
+    layer.counter = RoutingCounter(layer.spec.tables)
+    logits_TE = torch.randn(3, SMALL.experts, device=group.device)
+    with phases.recording(group) as record:
+        layer.from_logits(bring(group, case, 0)[0], logits_TE, max_tokens=3)
+    assert [s.path[-1] for s in record.spans()] == [
+        *("call", "dispatch", "exchange", "experts", "combine", "exchange")
+    ]
+    ids_TK, _ = route(logits_TE, SMALL.router, SMALL.topk)
+    visits = layer.counter.read(group).visits
+    assert visits == tuple((ids_TK == expert).sum().item() for expert in range(SMALL.experts))
+    layer.close()
 
 
 def test_fewer_rows_than_are_needed_cannot_be():
