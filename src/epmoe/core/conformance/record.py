@@ -29,6 +29,16 @@ class Recorder:
     where: str = ""
     outcomes: dict[str, str] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
+    collected: int = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """pytest's hook: how many checks there are; a run that is cut short shows."""
+        self.collected = len(session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
+        """pytest-xdist's hook: every worker collects the same checks, the controller none."""
+        self.collected = len(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """pytest's hook: a check counts once, by its call, or by its set-up where that ended it."""
@@ -54,6 +64,7 @@ class Recorder:
             "schema": 1,
             "machine": machine(device),
             "where": self.where,
+            "checks": {"collected": self.collected, "ended": len(self.outcomes)},
             "stages": self._by_stage(),
             "skipped_because": dict(self.reasons.most_common()),
             "failed": sorted(
