@@ -174,9 +174,11 @@ def test_command_counts_a_checkpoints_own_routing():
     """The tiny model reads the tour's text: every token names K experts of each layer."""
     model = find_model(None)
     info = inspect(model)
-    counts = routed_counts(model, info.moe_layers[1], None, 50)
-    assert list(counts) == [info.moe_layers[1]]
-    (of_layer,) = counts.values()
+    one = info.moe_layers[1]
+    counts = routed_counts(model, None, None, 50)
+    assert tuple(counts) == info.moe_layers
+    of_layer = counts[one]
+    assert routed_counts(model, one, None, 50) == {one: of_layer}
     assert len(of_layer) == info.shape.experts
     assert sum(of_layer) == 50 * info.shape.topk
     assert max(of_layer) > 2 * sum(of_layer) / len(of_layer)  # real routing is uneven

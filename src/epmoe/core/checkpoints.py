@@ -131,39 +131,49 @@ def load_layer(
 
 
 def hidden_states(path: str | Path, layer: int, text: str, max_tokens: int = 1024) -> Tensor:
-    """The activations that enter the MoE block of `layer` when the model reads `text`.
+    """x_TH [T, H] that enters the MoE block of `layer` when the model reads `text`: see `hidden_states_of_layers`."""
+    return hidden_states_of_layers(path, (layer,), text, max_tokens)[layer]
 
-    Runs the transformers model in float32 on the CPU up to that block and stops there.
+
+def hidden_states_of_layers(
+    path: str | Path, layers: Sequence[int], text: str, max_tokens: int = 1024
+) -> dict[int, Tensor]:
+    """The activations that enter the MoE blocks of `layers` in one reading of `text`.
+
+    Runs the transformers model in float32 on the CPU up to the last of these blocks and stops there.
 
     Returns:
-        x_TH [T, H] float32, T = min(tokens of text, max_tokens).
+        layer -> x_TH [T, H] float32, T = min(tokens of text, max_tokens).
 
     Raises:
         InputError: as `load_layer`; a text without tokens; max_tokens below 1 or above the model's positions.
     """
     info = inspect(path)
-    _moe_stem(info, family_of(info.architecture), layer)
+    for layer in layers:
+        _moe_stem(info, family_of(info.architecture), layer)
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # a bar for a few megabytes only disturbs the caller's own
     ids_1T = _token_ids(info.path, text, max_tokens)
     model = AutoModelForCausalLM.from_pretrained(info.path, dtype=torch.float32).eval()
-    seen: list[Tensor] = []
+    seen: dict[int, Tensor] = {}
 
-    def stop(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen.append(inputs[0].detach())
-        raise _ReachedLayer
+    def keep(layer: int, inputs: tuple[Tensor, ...]) -> None:
+        seen[layer] = inputs[0].detach().reshape(-1, info.shape.hidden).clone()
+        if layer == max(layers):
+            raise _ReachedLayer
 
-    handle = model.model.layers[layer].mlp.register_forward_pre_hook(stop)
+    for layer in layers:
+        model.model.layers[layer].mlp.register_forward_pre_hook(
+            lambda module, inputs, layer=layer: keep(layer, inputs)
+        )
     try:
         with torch.no_grad():
             model(input_ids=ids_1T, use_cache=False)
     except _ReachedLayer:
         pass
-    finally:
-        handle.remove()
-    return seen[0].reshape(-1, info.shape.hidden).clone()
+    return seen
 
 
 class _ReachedLayer(Exception):
