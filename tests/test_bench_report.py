@@ -6,94 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.bench_example import changed, example, with_subject
 
-from epmoe.core.bench import headline, pages, plots, report
-from epmoe.core.bench.profile import Kernel
-from epmoe.core.bench.profile import summarise as summarise_profile
+from epmoe.core.bench import plots, report
 from epmoe.core.bench.results import (
-    DrawRecord,
-    Measured,
-    Point,
     Ratio,
-    Result,
     load,
-    ratios_of,
-    summarise,
-    timed_subjects,
     validate,
 )
 from epmoe.core.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
-GATES = {"oracle_error": 1e-3, "oracle_limit": 1e-2}
-
-
-def example(
-    device="NVIDIA H200", created="2026-01-02T00:00:00+00:00", speed=1.0, tokens=(1, 8, 128)
-):
-    """A result with two draws and made-up times: the stage at 1.2, the opponent at 1.3 of the floor."""
-    result = Result(
-        created=created,
-        command="epmoe bench --loopback",
-        machine={
-            "git_sha": "0123456789abcdef",
-            "git_dirty": False,
-            "device": device,
-            "driver": "1",
-            "torch": "2.13",
-            "triton": "3.7",
-            "nccl": None,
-            "vllm": None,
-        },
-        setting={
-            "shape": {
-                "name": "glm-5.3-flash",
-                "hidden": 4096,
-                "intermediate": 2048,
-                "experts": 288,
-                "topk": 8,
-            },
-            "ep": 4,
-            "loopback": True,
-            "rank": 0,
-            "transport": "loopback",
-            "dtype": "bfloat16",
-            "seed": 0,
-            "routing": "uniform",
-            "layers": 4,
-            "draws": 2,
-            "blocks": 4,
-            "replays": 50,
-            "router": "torch",
-            "clock": "CUDA events",
-            "floor_bytes_per_second": 4.4e12,
-        },
-        ceiling={"read_bytes_per_second": 4.18e12, "copy_bytes_per_second": 4.27e12},
-        clocks={"before": {"sm_mhz": "1980", "power_w": "100"}, "after": {}},
-    )
-    for t in tokens:
-        floors = [60.0 + t, 80.0 + t]
-        draws = [
-            DrawRecord(seed=d, active=[5 + d, 7], assignments=[8 * t, 9], floor_us=floors[d])
-            for d in range(2)
-        ]
-        subjects = {}
-        for name, factor in (("02_fixed_capacity", 1.2 * speed), ("grouped_mm", 1.3)):
-            samples = [factor * floors[b % 2] * (1 + 0.001 * b) for b in range(4)]
-            subjects[name] = Measured(
-                mode="graph",
-                replays=50,
-                samples_us=samples,
-                gates=GATES,
-                **summarise(samples, draws, result),
-            )
-        subjects["broken"] = Measured(mode="none", error="GateError: wrong")
-        point = Point(
-            tokens=t, draws=draws, subjects=subjects, ratios=[], refused={"vllm-tuned": "no vLLM"}
-        )
-        point.ratios.extend(ratios_of(timed_subjects(point)))
-        result.points.append(point)
-    return result
 
 
 def test_a_result_survives_the_disk(tmp_path):
@@ -113,45 +36,20 @@ def test_numbers_follow_from_the_samples():
     assert one.tflops == pytest.approx(6 * 4096 * 2048 * 8 / one.median_us / 1e6)
 
 
-def _change(point: Point, **changes) -> Point:
-    return dataclasses.replace(point, **changes)
-
-
-def _with_subject(result, **changes):
-    point = result.points[0]
-    one = dataclasses.replace(point.subjects["02_fixed_capacity"], **changes)
-    result.points[0] = _change(point, subjects={**point.subjects, "02_fixed_capacity": one})
-
-
-def test_the_page_says_where_the_time_goes_if_somebody_looked():
-    result = example()
-    assert (
-        "Where the time goes"
-        not in pages.result_pages("r", result, "docs/ladder")["docs/ladder/r.md"]
-    )
-    kernels = [Kernel("gate_up_kernel", 0, 30), Kernel("ncclSendRecv", 30, 12)]
-    _with_subject(result, profile=dataclasses.asdict(summarise_profile([kernels], layers=1)))
-    page = pages.result_pages("r", result, "docs/ladder")["docs/ladder/r.md"]
-    assert (
-        "| 1 | 02_fixed_capacity | 42.0 | 12.0 | 0.0 | 30.0 | 13 | 2 | gate_up_kernel 30.0 |"
-        in page
-    )
-
-
 def _shift(result):
     samples = result.points[0].subjects["02_fixed_capacity"].samples_us
-    _with_subject(result, samples_us=[0.9 * s for s in samples])
+    with_subject(result, samples_us=[0.9 * s for s in samples])
 
 
 def _claim(result):
     point = result.points[0]
-    result.points[0] = _change(point, ratios=[dataclasses.replace(point.ratios[0], claim="slower")])
+    result.points[0] = changed(point, ratios=[dataclasses.replace(point.ratios[0], claim="slower")])
 
 
 def _timed_failure(result):
     point = result.points[0]
     bad = dataclasses.replace(point.subjects["broken"], median_us=1.0)
-    result.points[0] = _change(point, subjects={**point.subjects, "broken": bad})
+    result.points[0] = changed(point, subjects={**point.subjects, "broken": bad})
 
 
 @pytest.mark.parametrize(
@@ -166,9 +64,9 @@ def _timed_failure(result):
         (_shift, "median_us does not follow from the samples"),
         (_claim, "the file claims slower"),
         (_timed_failure, "has a time although it failed"),
-        (lambda r: _with_subject(r, gates={}), "no time without a passed gate"),
+        (lambda r: with_subject(r, gates={}), "no time without a passed gate"),
         (
-            lambda r: _with_subject(r, gates={"oracle_error": 1.0, "oracle_limit": 0.1}),
+            lambda r: with_subject(r, gates={"oracle_error": 1.0, "oracle_limit": 0.1}),
             "no time without a passed gate",
         ),
         (lambda r: r.points[0].ratios.clear(), "the times ask for"),
@@ -229,33 +127,6 @@ def test_ladder_takes_numbers_from_files_alone(clone):
     assert found["02_fixed_capacity"].endswith("| 2 | 0 | 41 | 1.20 / 1.20 / 1.20 |")
     assert found["01_variable_a2a"].endswith(f"| {report.NOT_MEASURED} |")
     assert "1.2" not in found["01_variable_a2a"]
-
-
-def test_the_last_stage_is_held_against_vllm_wherever_both_ran():
-    result = example()
-    ours = "02_fixed_capacity"
-    point = result.points[0]
-    others = {"vllm-agrs": (1.25, 1.2, 1.3), "vllm-agrs-tuned": (1.01, 0.99, 1.02)}
-    ratios = [
-        Ratio(of=o, to=ours, median=m, low=a, high=b, claim="") for o, (m, a, b) in others.items()
-    ]
-    result.points[0] = _change(point, ratios=ratios)
-    head, rows = headline.against_vllm({"r": result}, ours)
-    assert head[:4] == ["on", "against", "T=1", "T=2"]
-    assert [row[2] for row in rows] == [
-        "**0.80**",
-        "0.99",
-    ]  # bold only where the interval excludes 1
-    assert all(cell == "-" for row in rows for cell in row[3:])
-    assert headline.against_vllm({}, ours)[1] == []
-
-
-def test_the_split_adds_up_what_the_profile_saw():
-    result = example()
-    kernels = [Kernel("gate_up_kernel", 0, 30), Kernel("pack", 30, 3), Kernel("ncclSend", 33, 12)]
-    _with_subject(result, profile=dataclasses.asdict(summarise_profile([kernels], layers=1)))
-    _, rows = headline.time_split({"r": result}, "02_fixed_capacity")
-    assert [row[1:] for row in rows] == [["1", "02_fixed_capacity", "45", "12", "0", "30", "3"]]
 
 
 def test_ladder_prefers_the_newest_and_takes_no_other_machine(clone):
