@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from epmoe.core.gpus import GPUS
 from epmoe.core.plan import SCHEMES, expected_active, expected_load, expert_bytes, plan, wire_bytes
-from epmoe.core.plan_load import hit_probability
+from epmoe.core.plan.gpus import GPUS
+from epmoe.core.plan.load import hit_probability
 from epmoe.core.shape import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent

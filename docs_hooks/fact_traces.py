@@ -8,7 +8,7 @@ from rich.console import Console
 
 from epmoe.core.phase_times import PhaseTime
 from epmoe.core.timeline import Report
-from epmoe.core.trace_cli import render
+from epmoe.core.timeline.cli import render
 
 
 def _report(name: str) -> Report:

@@ -40,7 +40,7 @@ def fact(name: str, arguments: str, page: str) -> str:
 
 def assets(root: Path) -> dict[str, object]:
     """Name below assets/data -> JSON: the traces that the stepper plays, and what the explorer starts from."""
-    from epmoe.core.trace_limits import explorer
+    from epmoe.core.traces.limits import explorer
 
     data: dict[str, object] = {"limits.json": explorer()}
     for name, trace in traces(root).items():

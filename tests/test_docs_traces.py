@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
-from epmoe.core.plan_load import drawn_load
-from epmoe.core.trace_limits import explorer
+from epmoe.core.plan.load import drawn_load
 from epmoe.core.traces import STAGES, Scenario, scenarios, small, tokens_of, trace_stages, verify
+from epmoe.core.traces.limits import explorer
 
 PLAYED = [
     Scenario(ranks=4, experts=8, topk=2, routing="uniform"),

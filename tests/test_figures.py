@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 
-from epmoe.core import figures_page
 from epmoe.core.bench.results import Measured, Point, Result
 from epmoe.core.errors import InputError
 from epmoe.core.figures import PALETTE, Picture, ledger_bars, matrix_picture
-from epmoe.core.figures_buffer import buffer_picture, row_picture
-from epmoe.core.figures_route import parcels, route_picture, row_bytes, rows_sent
+from epmoe.core.figures import page as figures_page
+from epmoe.core.figures.buffer import buffer_picture, row_picture
+from epmoe.core.figures.route import parcels, route_picture, row_bytes, rows_sent
 from epmoe.core.packed_rows import RowLayout
 from epmoe.core.toy import TOY
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epmoe.core.errors import InputError
-from epmoe.core.gpus import GPUS, custom_gpu, named_gpu
 from epmoe.core.placement import contiguous, explicit, round_robin
 from epmoe.core.plan import (
     SCHEMES,
@@ -24,6 +23,7 @@ from epmoe.core.plan import (
     plan,
     wire_bytes,
 )
+from epmoe.core.plan.gpus import GPUS, custom_gpu, named_gpu
 from epmoe.core.shape import MoEShape, named_shape
 
 TOY = named_shape("toy")  # H 4, I 2, E 4, K 2

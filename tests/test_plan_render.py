@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from epmoe.core.cli import app
 from epmoe.core.errors import InputError
-from epmoe.core.gpus import custom_gpu
 from epmoe.core.plan import SCHEMES, plan
-from epmoe.core.plan_render import (
+from epmoe.core.plan.gpus import custom_gpu
+from epmoe.core.plan.render import (
     headline,
     parse_gpu,
     parse_tokens,

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from epmoe.core.gpus import custom_gpu
 from epmoe.core.launch import launch
 from epmoe.core.layer import build
 from epmoe.core.ledger import record
 from epmoe.core.placement import contiguous
 from epmoe.core.plan import drawn_load, expected_load, plan, wire_bytes
+from epmoe.core.plan.gpus import custom_gpu
 from epmoe.core.shape import named_shape
 from epmoe.core.weights import random_weights
 

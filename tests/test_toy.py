@@ -37,7 +37,7 @@ def test_a_rank_has_its_part_of_all_weights():
 
 
 def test_what_the_routing_asks():
-    """As worked in the docstring of `plan_load`."""
+    """As worked in the docstring of `plan.load`."""
     load = drawn_load(TOY.shape, [TOY.ids_TK(0), TOY.ids_TK(1)], TOY.placement)
     assert load.assignments == (4, 4)
     assert load.active == (2, 2)

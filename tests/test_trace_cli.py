@@ -15,8 +15,8 @@ from epmoe.core import groups, traces
 from epmoe.core.cli import app
 from epmoe.core.errors import InputError
 from epmoe.core.timeline import RankRecord, Report
-from epmoe.core.timeline_events import chrome_trace
-from epmoe.core.trace_cli import render
+from epmoe.core.timeline.cli import render
+from epmoe.core.timeline.events import chrome_trace
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny-glm-moe"
 REQUIRED = {"M": {"name", "args"}, "X": {"name", "cat", "ts", "dur"}, "C": {"name", "ts", "args"}}
@@ -210,8 +210,8 @@ def test_a_checkpoint_s_own_routing_of_text(tmp_path, monkeypatch):
         asked.append((model, layer, len(words) >= 8 * tokens))
         return torch.randn(tokens, 128, generator=torch.Generator().manual_seed(0))
 
-    monkeypatch.setattr("epmoe.core.trace_cli.hidden_states", hidden_states)
-    monkeypatch.setattr("epmoe.core.trace_cli.open_ranks", lambda *_: HereRanks())
+    monkeypatch.setattr("epmoe.core.timeline.cli.hidden_states", hidden_states)
+    monkeypatch.setattr("epmoe.core.timeline.cli.open_ranks", lambda *_: HereRanks())
     out = tmp_path / "t.json"
     words = ("--ep", "1", "--tokens", "16", "--calls", "1", "--model", str(MODEL))
     done = trace("variable_a2a", *words, "--out", str(out), "--json", "-")
@@ -238,7 +238,9 @@ def test_a_checkpoint_s_own_routing_of_text(tmp_path, monkeypatch):
     ],
 )
 def test_bad_words_are_refused_before_a_rank_starts(words, reason, monkeypatch):
-    monkeypatch.setattr("epmoe.core.trace_cli.open_ranks", lambda *_: pytest.fail("started ranks"))
+    monkeypatch.setattr(
+        "epmoe.core.timeline.cli.open_ranks", lambda *_: pytest.fail("started ranks")
+    )
     with pytest.raises(InputError, match=reason):
         trace(*words)
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from epmoe.core import figures_page, launch
+from epmoe.core import launch
 from epmoe.core.figures import Picture
+from epmoe.core.figures import page as figures_page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(ROOT.glob("stages/*/walkthrough.py"))

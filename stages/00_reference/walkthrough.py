@@ -32,9 +32,9 @@
 # memory, since nobody knows which ones the next token names. How much memory is that?
 
 # %% tags=["hide-input"]
-from epmoe.core.figures_page import table
-from epmoe.core.gpus import GPUS
+from epmoe.core.figures.page import table
 from epmoe.core.plan import expert_bytes
+from epmoe.core.plan.gpus import GPUS
 from epmoe.core.shape import SHAPES
 
 models = {
@@ -98,7 +98,7 @@ print(table(models, "bfloat16 weights"))
 
 # %%
 from epmoe.core.figures import matrix_picture
-from epmoe.core.figures_route import route_picture, row_bytes, rows_sent
+from epmoe.core.figures.route import route_picture, row_bytes, rows_sent
 from epmoe.core.launch import RankPool
 from epmoe.core.toy import TOY, call_toy
 
@@ -272,7 +272,7 @@ for call in calls:
 # The toy on two real ranks, against the oracle and against the picture above:
 
 # %%
-from epmoe.core.figures_page import prove
+from epmoe.core.figures.page import prove
 
 prove("stages/00_reference/tests/test_toy.py", "--ranks", "2")
 
@@ -289,7 +289,7 @@ prove("stages/00_reference/tests/test_toy.py", "--ranks", "2")
 # through an expert; "needed" were assigned to one.
 
 # %%
-from epmoe.core.figures_page import counted
+from epmoe.core.figures.page import counted
 
 even, verdict = counted(pool, "reference", (8, 8, 8, 8))
 uneven, _ = counted(pool, "reference", (64, 1, 0, 3))
@@ -304,7 +304,7 @@ print(verdict)
 # The time on a GPU, from the committed measurements:
 
 # %%
-from epmoe.core.figures_page import measured
+from epmoe.core.figures.page import measured
 
 print(measured("00_reference"))
 

@@ -32,7 +32,7 @@
 
 # %% tags=["hide-input"]
 from epmoe.core.draws import draw
-from epmoe.core.figures_page import counted, measured, prove, table
+from epmoe.core.figures.page import counted, measured, prove, table
 from epmoe.core.launch import RankPool
 from epmoe.core.placement import contiguous
 from epmoe.core.plan import drawn_load, expected_load, wire_bytes
@@ -91,7 +91,7 @@ print(table(before, "reference"))
 
 # %%
 from epmoe.core.figures import ledger_bars, matrix_picture
-from epmoe.core.figures_route import route_picture, row_bytes, rows_sent
+from epmoe.core.figures.route import route_picture, row_bytes, rows_sent
 from epmoe.core.toy import TOY, call_toy
 
 route_picture(TOY, "variable_a2a")

@@ -33,7 +33,7 @@
 
 # %% tags=["hide-input"]
 from epmoe.core.draws import draw
-from epmoe.core.figures_page import counted, measured, prove, table
+from epmoe.core.figures.page import counted, measured, prove, table
 from epmoe.core.launch import RankPool
 from epmoe.core.placement import contiguous
 from epmoe.core.plan import drawn_load, expected_load, plan, wire_bytes
@@ -90,8 +90,8 @@ print(table({"T = 8 8 8 8": books["variable_a2a", batches[0]][0]}, "variable_a2a
 import torch
 
 from epmoe.core.figures import ledger_bars
-from epmoe.core.figures_buffer import buffer_picture, row_picture
-from epmoe.core.figures_route import route_picture
+from epmoe.core.figures.buffer import buffer_picture, row_picture
+from epmoe.core.figures.route import route_picture
 from epmoe.core.packed_rows import RowLayout
 from epmoe.core.toy import TOY, call_toy
 

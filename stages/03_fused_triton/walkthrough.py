@@ -33,7 +33,7 @@
 # ledger on real ranks:
 
 # %% tags=["hide-input"]
-from epmoe.core.figures_page import counted, layer_results, measured, prove, table
+from epmoe.core.figures.page import counted, layer_results, measured, prove, table
 from epmoe.core.launch import RankPool
 from epmoe.core.plan import plan
 from epmoe.core.shape import SHAPES
@@ -93,7 +93,7 @@ print(table(budget, "us for one launch"))
 
 # %%
 from epmoe.core.figures import BLUE, FAINT, MUTED, ORANGE, Picture, box, canvas, ledger_bars, write
-from epmoe.core.figures_route import route_picture
+from epmoe.core.figures.route import route_picture
 from epmoe.core.toy import TOY, call_toy
 
 route_picture(TOY, "fixed_capacity")

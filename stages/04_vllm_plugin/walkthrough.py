@@ -88,7 +88,7 @@ for environment in ({}, {"EPMOE_STAGE": "02"}, {"EPMOE_STAGE": "fast"}, {"EPMOE_
 # has. Tensor-parallel ranks hold the same tokens, so they divide:
 
 # %%
-from epmoe.core.figures_page import prove, table
+from epmoe.core.figures.page import prove, table
 from epmoe.vllm_plugin.share import Share, most_tokens
 
 rows = {}
@@ -193,7 +193,7 @@ prove("stages/04_vllm_plugin/tests/test_share.py", "-k", "unequal or divided")
 import json
 from pathlib import Path
 
-from epmoe.core.figures_page import root
+from epmoe.core.figures.page import root
 
 
 def show(run):
@@ -250,9 +250,9 @@ if not on_gpus:
     print("not measured yet")
 
 # %% [markdown]
-# On a GPU all stages are equally far from native, to two digits, and further than on a CPU: vLLM's Triton kernel multiplies
-# float32 as TF32, Triton's default, and the stages do not. The ids are equal all the same. Where graphs are captured a
-# layer is called more often than text has steps: vLLM captures every batch size and warms up before.
+# On a GPU all stages are equally far from native, to two digits, and further than on a CPU: vLLM's Triton kernel
+# multiplies float32 as TF32, Triton's default, and the stages do not. The ids are equal all the same. Where graphs are
+# captured a layer is called more often than text has steps: vLLM captures every batch size and warms up before.
 #
 # ## Where it loses
 #

@@ -4,7 +4,7 @@ import pytest
 
 from epmoe.core.plan import plan
 from epmoe.core.shape import SHAPES
-from epmoe.core.trace_limits import explorer
+from epmoe.core.traces.limits import explorer
 
 expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make docs").expect
 

@@ -1,7 +1,7 @@
 // What the stepper shows, as pure functions over a trace: no DOM, so that tests can call them.
-// A trace is what a stage's own code carried; see epmoe/core/traces.py.
+// A trace is what a stage's own code carried; see epmoe/core/traces/__init__.py.
 
-export const FORMAT = 1; // of epmoe/core/traces.py
+export const FORMAT = 1; // of epmoe/core/traces/__init__.py
 
 export const STEPS = ["route", "counts", "pack", "exchange", "experts", "return", "combine"];
 

@@ -64,8 +64,8 @@ def tour(
 ) -> None:
     """Run one real MoE layer on real text through every stage, and hold each rank against the oracle."""
     from epmoe.core import tour as tours
-    from epmoe.core.tour_guide import guide
-    from epmoe.core.tour_view import render
+    from epmoe.core.tour.guide import guide
+    from epmoe.core.tour.view import render
 
     stages = tours.runnable_stages(stage or [])
     words = text.read_text() if text else tours.TEXT
@@ -211,7 +211,7 @@ def doctor(json_to: Json = None) -> None:
 
 
 def _add_plan() -> None:
-    from epmoe.core.plan_render import plan_command
+    from epmoe.core.plan.render import plan_command
 
     app.command("plan")(plan_command)
 
@@ -223,7 +223,7 @@ def _add_balance() -> None:
 
 
 def _add_trace() -> None:
-    from epmoe.core.trace_cli import trace_command
+    from epmoe.core.timeline.cli import trace_command
 
     app.command("trace")(trace_command)
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from epmoe.core import own_file, tune
 from epmoe.core.numerics import named_dtype
-from epmoe.core.plan_render import parse_tokens
+from epmoe.core.plan.render import parse_tokens
 from epmoe.core.shape import named_shape
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from epmoe.core.figures_route import parcels, row_bytes, rows_sent
+from epmoe.core.figures.route import parcels, row_bytes, rows_sent
 from epmoe.core.toy import TOY, ToyCall, call_toy
 from epmoe.reference.oracle import expert_output, oracle
 

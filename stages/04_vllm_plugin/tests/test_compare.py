@@ -234,9 +234,9 @@ def test_a_stage_that_fails_is_out_and_the_others_go_on(monkeypatch):
     assert [one.stage for one in found.results] == [NATIVE, other]
     assert not found.right
     assert "too] small" in found.as_dict()["failed"][STAGE]
-    console = Console(file=io.StringIO(), width=200)
-    console.print(view.table(found))
-    assert "failed: ValueError: [too] small" in console.file.getvalue()
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(view.table(found))
+    assert "failed: ValueError: [too] small" in shown.getvalue()
 
 
 def test_without_native_there_is_nothing_to_compare(monkeypatch):

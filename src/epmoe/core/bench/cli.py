@@ -19,7 +19,7 @@ from epmoe.core.bench.view import render
 from epmoe.core.bench.workload import Routing
 from epmoe.core.errors import InputError
 from epmoe.core.launch import launch
-from epmoe.core.plan_render import parse_tokens
+from epmoe.core.plan.render import parse_tokens
 from epmoe.core.torchrun import under_torchrun
 
 

@@ -2,7 +2,7 @@
 
 Needed rows: on the wire, (token, other rank) pairs where the token names an expert of that rank; computed, assignments.
 What a stage sent is its dispatch collectives' bytes, as the ledger saw them leave, over the bytes of its own dispatch
-row (`plan_wire`); so a ratio of 1 means that nothing travelled, or was computed, that nobody asked for.
+row (`plan.wire`); so a ratio of 1 means that nothing travelled, or was computed, that nobody asked for.
 
 Legend: T tokens per rank, EP ranks.
 """
@@ -23,12 +23,12 @@ from epmoe.core.groups import EPGroup
 from epmoe.core.launch import RankPool
 from epmoe.core.layer import build
 from epmoe.core.placement import contiguous
-from epmoe.core.plan_load import drawn_load
-from epmoe.core.plan_wire import wire_bytes
+from epmoe.core.plan.load import drawn_load
+from epmoe.core.plan.wire import wire_bytes
 from epmoe.core.shape import named_shape
 
 SCHEMA = 1
-# which row of `plan_wire` a stage's dispatch sends
+# which row of `plan.wire` a stage's dispatch sends
 SCHEMES = {
     "reference": "all_gather",
     "variable_a2a": "variable",

@@ -12,7 +12,7 @@ from epmoe.core.bench import headline, padding, pages, results
 from epmoe.core.bench.plots import digest_of, with_digest
 from epmoe.core.bench.results import Measured, Result
 from epmoe.core.errors import InputError
-from epmoe.core.figures_route import route_picture
+from epmoe.core.figures.route import route_picture
 from epmoe.core.toy import TOY
 
 RESULTS, LEDGER, PAGES = "benchmarks/results", "ledger-cpu.json", "docs/ladder"

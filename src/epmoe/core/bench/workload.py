@@ -13,9 +13,9 @@ from torch import Tensor
 
 from epmoe.core.draws import draw
 from epmoe.core.errors import InputError
-from epmoe.core.gpus import named_gpu
 from epmoe.core.placement import Placement
-from epmoe.core.plan_load import Load, drawn_load
+from epmoe.core.plan.gpus import named_gpu
+from epmoe.core.plan.load import Load, drawn_load
 from epmoe.core.routing import route
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import ExpertWeights
@@ -166,7 +166,7 @@ def floor_us(shape: MoEShape, active: float, dtype: torch.dtype, bytes_per_secon
 
 
 def nominal_bandwidth(gpu: str) -> float:
-    """Bytes/s of the named GPU that floors are quoted at; see `epmoe.core.gpus`."""
+    """Bytes/s of the named GPU that floors are quoted at; see `epmoe.core.plan.gpus`."""
     return named_gpu(gpu).streaming_bandwidth
 
 
