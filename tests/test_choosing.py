@@ -148,7 +148,9 @@ def test_nobody_can_lists_everybody():
     assert said.startswith("no stage can serve dtype=float64: broken: stage broken cannot")
     assert "slow: dtype torch.float64 is not among" in said
     assert "fast: dtype torch.float64 is not among" in said
-    with pytest.raises(UnsupportedError, match="no stage can serve anything: no stage is regist"):
+    with pytest.raises(
+        UnsupportedError, match="no stage can serve anything: no stage is registered"
+    ):
         select(Spec(), {}, ())
 
 
