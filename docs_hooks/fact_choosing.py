@@ -3,9 +3,9 @@
 from functools import cache
 from textwrap import indent
 
-from docs_hooks.fact_tables import ROOT, fact, markdown_table
+from docs_hooks.fact_tables import fact, markdown_table, measured_results
 
-from epmoe.core.bench import remember, report
+from epmoe.core.bench import remember
 from epmoe.core.capabilities import Spec
 from epmoe.core.measured import Comparison
 from epmoe.core.stages_cli import alike, situation, weigh
@@ -74,6 +74,5 @@ def spec_of(asked: dict) -> Spec:
 
 def committed() -> list[Comparison]:
     """What `epmoe bench --remember` would have kept of the committed results; the newest first."""
-    results, _ = report.read_results(ROOT)
-    newest = sorted(results.values(), key=lambda result: result.created, reverse=True)
+    newest = sorted(measured_results().values(), key=lambda result: result.created, reverse=True)
     return [one for result in newest for one in remember.comparisons(result)]

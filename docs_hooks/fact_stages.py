@@ -2,7 +2,7 @@
 
 import json
 
-from docs_hooks.fact_tables import ROOT, fact, markdown_table
+from docs_hooks.fact_tables import ROOT, fact, markdown_table, measured_results
 
 from epmoe.core import registry
 from epmoe.core.bench import headline, report
@@ -16,7 +16,7 @@ def _ledger() -> dict[str, list[str]]:
 @fact
 def ladder_table(to: str = "") -> str:
     """The ladder: what each stage does in one call, and its time over the floor where it was measured."""
-    measured, _ = report.read_results(ROOT)
+    measured = measured_results()
     books, rows = _ledger(), []
     for stage in registry.names():
         page = ROOT / "stages" / stage / "README.md"
@@ -46,15 +46,13 @@ def ladder_table(to: str = "") -> str:
 @fact
 def against_vllm_table() -> str:
     """Time of the last stage over vLLM's, wherever both were measured."""
-    measured, _ = report.read_results(ROOT)
-    return markdown_table(*headline.against_vllm(measured, registry.names()[-1]), 2)
+    return markdown_table(*headline.against_vllm(measured_results(), registry.names()[-1]), 2)
 
 
 @fact
 def time_split_table() -> str:
     """Where the time of the last stage and of vLLM's tuned layer goes on real ranks."""
-    measured, _ = report.read_results(ROOT)
-    return markdown_table(*headline.time_split(measured, registry.names()[-1]), 3)
+    return markdown_table(*headline.time_split(measured_results(), registry.names()[-1]), 3)
 
 
 @fact

@@ -1,8 +1,11 @@
 """Tables and numbers of the pages, each from the library, from committed results or from the repository itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
+from epmoe.core.bench import report
+from epmoe.core.bench.results import Result
 from epmoe.core.plan import SCHEMES, expected_active, expected_load, expert_bytes, plan, wire_bytes
 from epmoe.core.plan.gpus import GPUS
 from epmoe.core.plan.load import hit_probability
@@ -17,6 +20,12 @@ def fact(function: Callable[..., str]) -> Callable[..., str]:
     """Register a function under its name."""
     FACTS[function.__name__] = function
     return function
+
+
+@cache
+def measured_results() -> Mapping[str, Result]:
+    """The committed measurements by file name, read once: each is held against its samples, which takes seconds."""
+    return report.read_results(ROOT)[0]
 
 
 def markdown_table(head: list[str], rows: list[list[str]], numbers: int = 0) -> str:
