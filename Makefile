@@ -39,7 +39,7 @@ tour: setup
 
 # whole files go to two workers, each with ranks of its own: most tests wait more than they compute
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python -m pytest -rs --device cuda --pyargs epmoe.core.conformance $(ARGS)

@@ -11,6 +11,11 @@ if not torch.cuda.is_available():
 pytest_plugins = ["epmoe.core.conformance.plugin"]
 
 
+def pytest_collection_modifyitems(items):
+    """Files that say LONG = True begin first: one that a worker starts last keeps the other one waiting."""
+    items.sort(key=lambda item: not getattr(getattr(item, "module", None), "LONG", False))
+
+
 def pytest_terminal_summary(terminalreporter):
     """Tables that tests have recorded, wherever they ran."""
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):

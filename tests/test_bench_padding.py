@@ -20,7 +20,8 @@ def test_padding_is_counted_in_real_runs(tmp_path):
     assert by["01", 4, "one_rank"].rows_sent == 4 * 4
     assert by["01", 4, "one_rank"].rows_sent_needed == 4
     (tmp_path / "stages").mkdir()
-    (tmp_path / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
+    marks = "".join(f"<!-- {b}:begin -->\n<!-- {b}:end -->\n" for b in ("ladder", "against"))
+    (tmp_path / "README.md").write_text(marks)
     path = tmp_path / report.RESULTS / "padding.json"
     padding.save(path, rows, "tiny", 2, "epmoe bench padding")
     assert padding.load(path)[1] == rows

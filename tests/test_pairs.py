@@ -35,6 +35,7 @@ from epmoe.core.verify import bring, build_case
 from epmoe.vllm_plugin.settings import Settings, read
 
 STAGE = "pairs"
+LONG = True
 SMALL = MoEShape(hidden=16, intermediate=24, experts=8, topk=3)
 
 __all__ = [

@@ -24,7 +24,8 @@ def no_file(monkeypatch, tmp_path):
 
 
 def stages(words: str):
-    return CliRunner().invoke(app, ["stages", *shlex.split(words)])
+    # wide enough for every column, whatever terminal the tests run in
+    return CliRunner().invoke(app, ["stages", *shlex.split(words)], env={"COLUMNS": "150"})
 
 
 def data_of(words: str) -> dict:

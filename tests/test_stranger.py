@@ -14,6 +14,7 @@ import pytest
 from tests.installed import attempt, build_wheel, clean_environment, run
 
 ROOT = Path(__file__).resolve().parent.parent
+LONG = True
 EXAMPLE = ROOT / "examples" / "fewer_bytes"
 PAGE = (ROOT / "docs" / "use" / "own-backend.md").read_text()
 COMMANDS = [

@@ -219,8 +219,8 @@ torch.testing.assert_close(answer.y_TH[1], by_hand_H)
 # --8<-- "stages/00_reference/epmoe/reference/layer.py:slots"
 # ```
 #
-# The map is looked up as the source rank sees it, because a hot expert may live on several ranks: see
-# [Placements](../../use/placements.md). In this toy, all ranks see the same.
+# The map is looked up as the source rank sees it, because a hot expert may live on several ranks: the page Placements
+# tells of them. In this toy, all ranks see the same.
 #
 # On the toy, on both ranks, read off the rows that the real layer received:
 

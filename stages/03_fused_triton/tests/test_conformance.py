@@ -5,3 +5,4 @@ from pathlib import Path
 from epmoe.core.conformance.everything import *  # noqa: F403
 
 STAGE = Path(__file__).parents[1].name
+LONG = True

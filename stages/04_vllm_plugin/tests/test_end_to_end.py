@@ -18,6 +18,7 @@ from epmoe.vllm_plugin.judge import judge
 from epmoe.vllm_plugin.settings import NATIVE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+LONG = True
 
 PROMPTS = ("import os\n", "def", "class A:", "for i in ")
 HOT = 0  # an expert that these prompts use in every MoE layer

@@ -31,11 +31,14 @@ def case_of(stage: str, ranks: int, **changes) -> Case:
 # ---- replicas
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(3, marks=pytest.mark.large), pytest.param(4, marks=pytest.mark.large)]
+)
 def test_replicas(stage, check, ranks):
     check(case_of(stage, ranks))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_everything_everywhere(stage, check, ranks):
     """Every rank holds every expert: no row needs another rank."""
@@ -55,6 +58,7 @@ def test_hot_expert_is_served_by_turns(stage, check):
     assert [one.calls[0].rows_needed for one in reports] == [16, 8, 0, 8]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("gone", [(), (1,), (0, 3)], ids=str)
 def test_rows_go_where_the_rule_says(stage, run, gone, capabilities):
     """Any replica would give the right values: what arrives at each slot is counted."""
@@ -74,6 +78,7 @@ def test_rows_go_where_the_rule_says(stage, run, gone, capabilities):
     assert counted == wanted
 
 
+@pytest.mark.large
 def test_replicas_in_rounds_and_with_nan_around(stage, check):
     case = case_of(stage, 3, tokens=((5, 0, 1),), capacity=4, overflow="rounds", strided=True)
     check(case)
@@ -86,6 +91,7 @@ def subsets(ranks: int) -> list[tuple[int, ...]]:
     return [gone for n in range(1, ranks) for gone in combinations(range(ranks), n)]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("lost", ["drop", "renormalise"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_masked_ranks(stage, check, ranks, lost):
@@ -95,6 +101,7 @@ def test_masked_ranks(stage, check, ranks, lost):
         check(case_of(stage, ranks, tokens=tokens, gone=gone, lost=lost, check=True))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("lost", ["drop", "renormalise"])
 def test_masked_ids_and_masked_ranks(stage, check, lost):
     """Ids of -1 do not count in what is scaled; a token that has nothing left is zero."""
