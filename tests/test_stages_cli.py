@@ -8,7 +8,7 @@ import torch
 from docs_hooks import fact_choosing
 from typer.testing import CliRunner
 
-from epmoe.core import measured, own_file, registry
+from epmoe.core import measured, own_file, registry, terminal
 from epmoe.core.choosing import candidates
 from epmoe.core.cli import app
 from epmoe.core.errors import InputError
@@ -24,8 +24,7 @@ def no_file(monkeypatch, tmp_path):
 
 
 def stages(words: str):
-    # wide enough for every column, whatever terminal the tests run in
-    return CliRunner().invoke(app, ["stages", *shlex.split(words)], env={"COLUMNS": "150"})
+    return CliRunner().invoke(app, ["stages", *shlex.split(words)])
 
 
 def data_of(words: str) -> dict:
@@ -102,7 +101,8 @@ def test_without_why_questions_are_refused():
     assert str(done.exception) == "--ranks, --graph: only --why looks at that, add it"
 
 
-def test_the_list_names_what_options_switch_on():
+def test_the_list_names_what_options_switch_on(monkeypatch):
+    monkeypatch.setattr(terminal._answers, "width", 150)  # whatever terminal the tests run in
     rows = {row["stage"]: row for row in json.loads(stages("--json -").stdout)}
     assert rows["03_fused_triton"]["grants"] == {"batch_invariant": {"batch_invariant": True}}
     assert rows["00_reference"]["grants"] == {}
