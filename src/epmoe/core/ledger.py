@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from epmoe.core.dispatch_mode import DispatchMode
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ _WAITING = {
 }
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(DispatchMode):
     def __init__(self, book: Ledger):
         super().__init__()
         self._book = book

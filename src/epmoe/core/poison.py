@@ -9,12 +9,13 @@ read too early, shows at once instead of being zero by luck. Source of the idea:
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from epmoe.core.dispatch_mode import DispatchMode
 
 _FRESH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
-class poisoned(TorchDispatchMode):
+class poisoned(DispatchMode):
     """Context manager. Open it OUTSIDE `ledger.record()`: then its own writes are not counted."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -2,10 +2,11 @@
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from epmoe.core.dispatch_mode import DispatchMode
 
 
-class LivePeak(TorchDispatchMode):
+class LivePeak(DispatchMode):
     """The most bytes that results of operators hold at once."""
 
     def __init__(self):
