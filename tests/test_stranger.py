@@ -24,7 +24,7 @@ COMMANDS = [
 ]
 # pip takes what is there: the build backend from the environment, nothing from an index; tables have room for names
 SETTINGS = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1", "COLUMNS": "150"}
-WHOLE_SUITE = 400.0  # seconds: one command of the page runs all of it
+WHOLE_SUITE = 400.0  # seconds: one command of the page runs most of it
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,16 @@ KEY_PAGES = {
 
 
 def addresses() -> list[str]:
-    """All pages, and of the many source pages a few."""
+    """All pages that people wrote, and a few of the many that are made alike: sources, references, measurements."""
     if not SITE.is_dir():
         return ["the site is not built"]
     found = sorted(str(p.parent.relative_to(SITE)) for p in SITE.rglob("index.html"))
-    source = [name for name in found if name.startswith("source/")]
-    return [name for name in found if name not in source] + source[:: max(1, len(source) // 4)]
+    alike: list[str] = []
+    for kind in ("source/", "reference/", "ladder/"):
+        of_kind = [name for name in found if name.startswith(kind)]
+        found = [name for name in found if name not in of_kind]
+        alike += of_kind[:: max(1, len(of_kind) // 3)]
+    return found + alike
 
 
 def visit(page, address: str) -> None:
