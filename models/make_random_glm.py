@@ -88,11 +88,13 @@ def write(out: Path, shape: MoEShape, layers: int, seed: int, device: str) -> in
 
 def _shards(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
+    held = 0
     for name, tensor in tensors:
         shard[name] = tensor
-        if sum(held.nbytes for held in shard.values()) >= SHARD_BYTES:
+        held += tensor.nbytes
+        if held >= SHARD_BYTES:
             yield shard
-            shard = {}
+            shard, held = {}, 0
     if shard:
         yield shard
 

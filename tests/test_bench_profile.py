@@ -3,6 +3,7 @@
 import pytest
 
 from epmoe.core.bench.profile import OTHERS, Kernel, _short, summarise
+from epmoe.core.errors import InputError
 
 
 def test_waiting_is_what_an_exchange_takes_above_the_last_rank():
@@ -24,6 +25,13 @@ def test_several_layers_are_averaged_and_small_kernels_added_up():
     assert found.kernels_us == {"gemm": 200, OTHERS: 1}
     assert found.span_us == 251
     assert found.exchange_us == found.wait_us == 0
+
+
+def test_lost_kernels_are_not_guessed():
+    """What one rank did not record belongs to some exchange, and nobody knows to which."""
+    whole = [Kernel("ncclSend", 0, 5), Kernel("ncclSend", 9, 5)]
+    with pytest.raises(InputError, match=r"recorded \[2, 1\] exchanges"):
+        summarise([whole, whole[1:]], layers=1)
 
 
 @pytest.mark.parametrize(

@@ -612,8 +612,8 @@ print(measured("03_fused_triton"))
 #   above says what that is at prefill capacities. Several rounds with a small C are the way out.
 # - **A new shape, a new GPU.** Sizes are compiled in, so the first call of each waits for a compiler (`warmup()`
 #   before serving), and without a measured entry the tile is a guess.
-# - **A size between two measured ones.** At 512 tokens a rank it takes the tiles of 128, and vLLM's default is faster
-#   there (see the results page of this prefill). `epmoe tune --tokens 512` is the way out.
+# - **A size between two measured ones** takes a neighbour's tiles. The results page of prefill on one GPU's share has
+#   such a size, and vLLM's default is faster there. `epmoe tune` for that size is the way out.
 # - **Equal bits across batches** have a price: `batch_invariant` gives up the best tile for all sizes but one.
 # - **f.** It is written and read once more only because sums need an order. Atomic additions would save that and give
 #   up equal bits.

@@ -250,8 +250,8 @@ if not on_gpus:
     print("not measured yet")
 
 # %% [markdown]
-# On a GPU all stages are equally far from native, to two digits, and further than on a CPU: vLLM's Triton kernel
-# multiplies float32 as TF32, Triton's default, and the stages do not. The ids are equal all the same. Where graphs are
+# On a GPU all stages are about equally far from native, and further than on a CPU: vLLM's Triton kernel multiplies
+# float32 as TF32, Triton's default, and the stages do not. The ids are equal all the same. Where graphs are
 # captured a layer is called more often than text has steps: vLLM captures every batch size and warms up before.
 #
 # ## Where it loses

@@ -17,7 +17,7 @@ from epmoe.core.agreement import agree
 from epmoe.core.capabilities import Capabilities, Spec
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.groups import EPGroup
-from epmoe.core.measured import Comparison
+from epmoe.core.measured import LEAST_EFFECT, Comparison
 from epmoe.core.memory import in_words
 from epmoe.core.own_file import device_name
 from epmoe.core.registry import Stage
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 LADDER_ORDER = "ladder order"
-LEAST_EFFECT = 0.02  # as for a claim of `epmoe bench`: less is a tie, and the order decides
 
 Candidates = Mapping[str, Stage | UnsupportedError]
 

@@ -25,6 +25,7 @@ from epmoe.core.checks import bad_id, check_spec, problem_with_call, problem_wit
 from epmoe.core.errors import InputError, NotCapturableError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.numerics import dtype_name
 from epmoe.core.phases import phase, phased
 from epmoe.core.placement import Placement
 from epmoe.core.rounds import plan_rounds
@@ -170,7 +171,7 @@ class MoELayer(ABC):
             "ranks": spec.group.size,
             "placement": spec.placement.kind,
             "gone": list(spec.tables.gone),
-            "dtype": str(spec.dtype).removeprefix("torch."),
+            "dtype": dtype_name(spec.dtype),
             "device": spec.device.type,
             "transport": spec.group.transport,
             "max_tokens_per_rank": spec.max_tokens_per_rank,

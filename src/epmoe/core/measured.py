@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from epmoe.core import own_file
 from epmoe.core.capabilities import Spec
 from epmoe.core.errors import InputError
+from epmoe.core.numerics import dtype_name
 
+LEAST_EFFECT = 0.02  # of a time: less is a tie, for a claim of `epmoe bench` and for a choice
 OCTAVES = 1.0  # a comparison speaks for half to twice its tokens
 
 
@@ -83,11 +83,6 @@ class Comparison:
             "created": self.created,
             "microseconds": dict(self.microseconds),
         }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """bfloat16, float32, ..."""
-    return str(dtype).removeprefix("torch.")
 
 
 def nearest(spec: Spec, comparisons: Sequence[Comparison]) -> Comparison | None:

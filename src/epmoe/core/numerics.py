@@ -39,6 +39,11 @@ def sum_in_order(terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """bfloat16, float32, ...: what `named_dtype` takes."""
+    return str(dtype).removeprefix("torch.")
+
+
 def named_dtype(name: str, device: str) -> torch.dtype:
     """The dtype of that name; "auto" is bfloat16 on cuda, and float32 on a CPU, where Triton's interpreter has no sound
     bfloat16. Raises InputError for others."""

@@ -107,13 +107,22 @@ def _totals(spans: Sequence[Span]) -> Totals:
 def _waiting(by_rank: Sequence[Sequence[Span]]) -> list[Totals]:
     """Of every rank, what its exchanges took above the rank where the same exchange was shortest."""
     exchanges = [[span for span in spans if span.path[-1] == "exchange"] for spans in by_rank]
-    counts = [len(spans) for spans in exchanges]
+    least = shortest([[span.seconds for span in spans] for spans in exchanges])
+    return [_waits_of(spans, least) for spans in exchanges]
+
+
+def shortest(by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Of every exchange its shortest duration on any rank, in the unit given.
+
+    Raises:
+        InputError: the ranks recorded different numbers of exchanges.
+    """
+    counts = [len(durations) for durations in by_rank]
     if len(set(counts)) > 1:
         raise InputError(
             f"the ranks recorded {counts} exchanges: they must be equal, record the same calls on all ranks"
         )
-    least = [min(span.seconds for span in same) for same in zip(*exchanges, strict=True)]
-    return [_waits_of(spans, least) for spans in exchanges]
+    return [min(same) for same in zip(*by_rank, strict=True)]
 
 
 def _waits_of(spans: Sequence[Span], least: Sequence[float]) -> Totals:

@@ -233,7 +233,7 @@ def worst_row(
     routing: tuple[Tensor, Tensor] | None = None,
 ) -> Row | None:
     """The row of y_TH furthest from the oracle, None without rows; `routing` (on the CPU) in place of the case's."""
-    chosen = _chosen_rows(len(y_TH), case.rows)
+    chosen = chosen_rows(len(y_TH), case.rows)
     if not len(chosen):
         return None
     ids_TK, weights_TK = (
@@ -262,7 +262,8 @@ def worst_row(
     )
 
 
-def _chosen_rows(tokens: int, limit: int | None) -> Tensor:
+def chosen_rows(tokens: int, limit: int | None) -> Tensor:
+    """At most `limit` row numbers of [0, tokens), evenly spread, the first and the last among them; None for all."""
     if limit is None or tokens <= limit:
         return torch.arange(tokens)
     return torch.linspace(0, tokens - 1, limit).round().long().unique()

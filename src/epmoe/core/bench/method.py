@@ -20,8 +20,8 @@ import torch
 
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
+from epmoe.core.measured import LEAST_EFFECT
 
-LEAST_EFFECT = 0.02
 _RESAMPLES = 10_000
 _NO_PEERS = ("single", "loopback")
 

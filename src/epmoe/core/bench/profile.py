@@ -1,14 +1,14 @@
 """Where a layer's time goes on the GPU: the exchange, waiting for other ranks, and kernel by kernel.
 
 torch's profiler (CUPTI) times every kernel of a few chains, apart from the runs that are reported: a profiled run is
-slower. An NCCL kernel ends when the last rank has come, so the shortest of all ranks' durations of the same exchange is
-what moving the bytes takes, and what a rank spends above it is waiting.
+slower. Exchange and waiting are told apart as in `epmoe.core.phase_times`, by the durations of NCCL's kernels.
 
 Kernels that start while their predecessor drains (programmatic dependent launch) count from their start, so the parts
 can add up to more than the span.
 """
 
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +18,8 @@ import torch
 
 from epmoe.core.bench.chains import Chain
 from epmoe.core.bench.subjects import Setting
+from epmoe.core.errors import InputError
+from epmoe.core.phase_times import shortest
 
 _RUNS = 4
 _ENOUGH = 0.01  # of the span: kernels below are added up as "other kernels"
@@ -60,12 +62,17 @@ class Profile:
 
 
 def profile_chain(chain: Chain, setting: Setting) -> dict[str, Any]:
-    """The profile of one chain as plain data, or {} off the GPU. Collective."""
+    """The profile of one chain as plain data; {} off the GPU, and where a profiler lost kernels. Collective."""
     if setting.device.type != "cuda":
         return {}
     mine = _record(chain, setting)
     by_rank = setting.group.all_gather_objects(mine)
-    return asdict(summarise(by_rank, _RUNS * len(setting.weights)))
+    try:
+        return asdict(summarise(by_rank, _RUNS * len(setting.weights)))
+    except InputError as error:  # the times are taken already, and do not depend on it
+        if setting.group.rank == 0:
+            print(f"bench: no profile: {error}", file=sys.stderr, flush=True)
+        return {}
 
 
 def products_us(kernels_us: Mapping[str, float]) -> float:
@@ -103,13 +110,14 @@ def summarise(by_rank: Sequence[Sequence[Kernel]], layers: int) -> Profile:
     Args:
         by_rank: the kernels of every rank, in the order of their starts.
         layers: how many layer calls they are.
+
+    Raises:
+        InputError: the ranks hold different numbers of exchanges: a profiler lost some.
     """
     ranks = len(by_rank)
     exchanges = [[k.duration_us for k in kernels if k.exchanges] for kernels in by_rank]
-    # counts differ where a profiler lost an event: then the common ones are compared
-    matched = list(zip(*exchanges, strict=False))
-    transfer = sum(min(durations) for durations in matched)
-    wait = sum(sum(durations) / ranks - min(durations) for durations in matched)
+    transfer = sum(shortest(exchanges))
+    wait = sum(map(sum, exchanges)) / ranks - transfer
     span = sum(_span(kernels) for kernels in by_rank) / ranks
     parts: dict[str, float] = defaultdict(float)
     for kernel in (k for kernels in by_rank for k in kernels if not k.exchanges):

@@ -26,7 +26,7 @@ from epmoe.core.bench.workload import (
 )
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
-from epmoe.core.numerics import named_dtype
+from epmoe.core.numerics import dtype_name, named_dtype
 from epmoe.core.placement import parse_placement
 from epmoe.core.shape import named_shape
 
@@ -222,7 +222,7 @@ def setting_record(base: Setting, config: Config, clock: Clock) -> dict:
         "rank": base.rank if config.loopback else None,
         "transport": "loopback" if config.loopback else base.group.transport,
         "ranks_here": base.group.size,
-        "dtype": str(base.dtype).removeprefix("torch."),
+        "dtype": dtype_name(base.dtype),
         "seed": config.seed,
         "routing": config.routing.kind,
         "skew": config.routing.skew if config.routing.kind == "zipf" else None,

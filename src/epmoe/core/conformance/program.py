@@ -20,8 +20,9 @@ from epmoe.core.errors import EpmoeError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import MoELayer, build
 from epmoe.core.routing import RouterConfig, route
-from epmoe.core.verify import Row, bring, build_case, call_once, differ, worst_row
+from epmoe.core.verify import Row, bring, build_case, call_once, chosen_rows, differ, worst_row
 from epmoe.core.weights import ExpertWeights, random_weights
+from epmoe.reference.oracle import oracle
 
 
 def caught(action: Callable[[], object]) -> str:
@@ -65,16 +66,19 @@ def repeats(group: EPGroup, case: Case, times: int) -> dict[str, bool]:
 
 
 def neighbours(group: EPGroup, case: Case, other: str) -> float:
-    """Call 0 of the case by its stage and by `other`: the largest difference, relative to its row's largest value."""
+    """Call 0 of the case by its stage and by `other`: the largest difference of a row, relative to its terms."""
+    ids_TK, weights_TK = case.routing(0, group.rank)
+    chosen = chosen_rows(len(ids_TK), case.rows)
     outputs = []
     for stage in (case.stage, other):
         layer = build_case(group, replace(case, stage=stage))
-        outputs.append(layer(*bring(group, case, 0)).double())
+        outputs.append(layer(*bring(group, case, 0)).cpu().double()[chosen])
         layer.close()
-    one_TH, other_TH = outputs
-    apart_T = (one_TH - other_TH).abs().amax(dim=1)
-    size_T = torch.maximum(one_TH.abs().amax(dim=1), other_TH.abs().amax(dim=1))
-    return float((apart_T / size_T).nan_to_num(posinf=float("inf")).amax()) if len(apart_T) else 0.0
+    everything = case.weights_of(range(case.shape.experts)).to(torch.float64)
+    x_TH = case.tokens_of(0, group.rank)[chosen]
+    terms_T = oracle(x_TH, ids_TK[chosen], weights_TK[chosen], everything, torch.float64).terms_T
+    apart_TH = torch.nan_to_num((outputs[0] - outputs[1]).abs(), nan=float("inf"))
+    return max((apart_TH.amax(dim=1) / terms_T).tolist(), default=0.0)
 
 
 def alternating_sum(group: EPGroup, case: Case) -> float:

@@ -10,7 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from epmoe.core.checkpoints import CheckpointInfo, hidden_states, inspect
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.launch import open_ranks
-from epmoe.core.numerics import named_dtype
+from epmoe.core.numerics import dtype_name, named_dtype
 from epmoe.core.placement import contiguous
 from epmoe.core.tour import StageRow, TourReport, measure
 
@@ -64,7 +64,7 @@ def guide(
     return TourReport(
         where=where,
         device=on,
-        dtype=str(used).removeprefix("torch."),
+        dtype=dtype_name(used),
         layer=_sentence(info, layer, len(x_TH), used),
         rows=rows,
         visits=visits or [[0] * info.shape.experts for _ in range(ranks)],

@@ -21,6 +21,7 @@ from torch import Tensor
 from epmoe.core.draws import draw
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.groups import EPGroup
+from epmoe.core.numerics import dtype_name
 from epmoe.core.own_file import device_name
 from epmoe.core.placement import contiguous
 from epmoe.core.split import Rows
@@ -50,7 +51,7 @@ def situation(group: EPGroup, request: Request) -> dict[str, Any]:
     """As `tuning.Situation`, without the device."""
     mine = contiguous(request.shape.experts, request.ranks).experts_of(_rank(group, request))
     return {
-        "dtype": str(request.dtype).removeprefix("torch."),
+        "dtype": dtype_name(request.dtype),
         "hidden": request.shape.hidden,
         "intermediate": request.shape.intermediate,
         "experts": len(mine),

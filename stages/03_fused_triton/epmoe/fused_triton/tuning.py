@@ -16,6 +16,7 @@ import torch
 
 from epmoe.core import own_file
 from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.numerics import dtype_name
 from epmoe.core.own_file import device_name
 from epmoe.fused_triton import kernels
 
@@ -94,7 +95,7 @@ class Tuning:
         device = device_name(spec.device)
         situation = Situation(
             device=device,
-            dtype=str(spec.dtype).removeprefix("torch."),
+            dtype=dtype_name(spec.dtype),
             hidden=spec.shape.hidden,
             intermediate=spec.shape.intermediate,
             experts=spec.weights.experts,
