@@ -178,6 +178,27 @@ def test_candidates_fit_and_begin_with_the_rule():
         assert all(c.shared_bytes(tiles, 4) <= 65536 for c in found[1:])
 
 
+def test_the_fastest_tiles_try_other_schedules_and_keep_what_helps(monkeypatch):
+    """Made-up times: TMA for rows halves them, a persistent grid takes a tenth more, the best order of tiles is 8."""
+
+    def seconds(group, bench, which, config, repeats) -> tuple[float, str]:
+        if config.block_r:
+            return math.inf, "RuntimeError: no room"
+        return config.block_m * (1 - config.tma_rows / 2 + config.waves / 10) + abs(config.group_m - 8), ""  # fmt: skip
+
+    alone, one = EPGroup(0, 1, torch.device("cpu"), "single"), replace(REQUEST, ranks=1, rank=0)
+    monkeypatch.setattr(tuner, "_try", seconds)
+    search = tuner.Search(alone, tuner._prepare(alone, one), "down", 1)
+    for block_m in (16, 32, 64):
+        search.score(GemmConfig(block_m, tma=True))
+    search.reschedule(LIMITS, itemsize=2)
+    assert search.best[16][1] == GemmConfig(16, tma=True, tma_rows=True, group_m=8)
+    assert search.best[32][1] == GemmConfig(32, tma=True, tma_rows=True, group_m=8)
+    assert search.best[64][1] == GemmConfig(64, tma=True), "only the two fastest go on"
+    assert search.reasons == {"RuntimeError: no room": 2}
+    assert tuner.schedules(DeviceLimits(65536)) == [], "interpreted: nothing to order"
+
+
 # ---- the file
 
 

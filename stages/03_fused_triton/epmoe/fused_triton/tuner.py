@@ -1,8 +1,9 @@
 """Find tile sizes by measurement, on rows and routing as a rank receives them.
 
 Candidates are those that fit the GPU's shared memory, nearest to the rule's choice first. Each is timed on every rank;
-the slowest rank scores it, and one that fails anywhere is out. The two products are tuned apart and must agree
-on the rows of a tile, so the best pair with equal tiles wins.
+the slowest rank scores it, and one that fails anywhere is out. Then the fastest tiles try other schedules: TMA for
+rows, a second tile of rows, a persistent grid, the order of tiles. The two products are tuned apart and must agree on
+the rows of a tile, so the best pair with equal tiles wins.
 
 Legend: R received rows, J places of a row, N = R * J slots, H hidden, I intermediate, E_local experts here.
 """
@@ -11,9 +12,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from epmoe.core.split import Rows
 from epmoe.core.tune import Request, Tuner
 from epmoe.core.weights import ExpertWeights
 from epmoe.fused_triton import interpreter
+
+if TYPE_CHECKING:  # kernels are defined when it is known how they will run
+    from epmoe.fused_triton.kernels import DeviceLimits, GemmConfig
 
 
 @dataclass
@@ -72,18 +76,17 @@ def tune(group: EPGroup, request: Request) -> dict[str, Any]:
         UnsupportedError: no candidate of one product runs on every rank; on all ranks, with the reasons.
     """
     interpreter.prepare(group.device.type)
+    from epmoe.fused_triton.tuning import limits_of
 
     bench = _prepare(group, request)
-    best: dict[str, dict[int, tuple[float, dict]]] = {"gate_up": {}, "down": {}}
-    tried, reasons = 0, Counter[str]()
-    for which, scores in best.items():
+    best, tried, reasons = {}, 0, Counter[str]()
+    for which in ("gate_up", "down"):
+        search = Search(group, bench, which, request.repeats)
         for config in candidates(group, request, which):
-            seconds, reason = _vote(group, *_try(group, bench, which, config, request.repeats))
-            tried += 1
-            if reason:
-                reasons[reason] += 1
-            if seconds < scores.get(config.tile_rows, (math.inf, {}))[0]:
-                scores[config.tile_rows] = (seconds, config.to_dict())
+            search.score(config)
+        search.reschedule(limits_of(group.device), request.dtype.itemsize)
+        best[which] = search.best
+        tried, reasons = tried + search.tried, reasons + search.reasons
     both = set(best["gate_up"]) & set(best["down"])
     if not both:
         raise UnsupportedError(f"no pair of products runs on every rank: {dict(reasons)}")
@@ -94,13 +97,60 @@ def tune(group: EPGroup, request: Request) -> dict[str, Any]:
     return {
         "device": device_name(group.device),
         **key_of(group, request),
-        "gate_up": best["gate_up"][rows][1],
-        "down": best["down"][rows][1],
+        "gate_up": best["gate_up"][rows][1].to_dict(),
+        "down": best["down"][rows][1].to_dict(),
         "microseconds": {which: round(best[which][rows][0] * 1e6, 2) for which in best},
         "tried": tried,
         "failed": reasons.total(),
         "failures": dict(reasons.most_common(5)),
     }
+
+
+@dataclass
+class Search:
+    """The fastest configuration of one product by rows of a tile, as all ranks see it; collective.
+
+    Attributes:
+        best: tile rows -> (seconds, configuration).
+        tried: how many were timed.
+        reasons: why some failed, and how often.
+    """
+
+    group: EPGroup
+    bench: Bench
+    which: str
+    repeats: int
+    best: dict[int, tuple[float, "GemmConfig"]] = field(default_factory=dict)
+    tried: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def score(self, config: "GemmConfig") -> None:
+        """Time one configuration and keep it if no other with its tile rows is faster."""
+        own = _try(self.group, self.bench, self.which, config, self.repeats)
+        seconds, reason = _vote(self.group, *own)
+        self.tried += 1
+        if reason:
+            self.reasons[reason] += 1
+        elif seconds < self.best.get(config.tile_rows, (math.inf,))[0]:
+            self.best[config.tile_rows] = (seconds, config)
+
+    def reschedule(self, limits: "DeviceLimits", itemsize: int) -> None:
+        """Change the schedule of the two fastest, one thing after the other; what helps stays for the next."""
+        products = 2 if self.which == "gate_up" else 1
+        for rows in sorted(self.best, key=lambda rows: self.best[rows][0])[:2]:
+            for change in schedules(limits):
+                config = replace(self.best[rows][1], **change)
+                known = config == self.best[rows][1]
+                if not known and config.shared_bytes(products, itemsize) <= limits.shared_memory:
+                    self.score(config)
+
+
+def schedules(limits: "DeviceLimits") -> list[dict[str, int]]:
+    """Changes of a configuration that leave its tiles as they are; none where kernels are interpreted, one by one."""
+    if not limits.tma:
+        return []
+    rows = [{"tma_rows": True}, {"tma_rows": True, "block_r": 64}]
+    return [*rows, {"waves": 1}, {"waves": 0}, *({"group_m": group} for group in (1, 4, 8, 16))]
 
 
 def candidates(group: EPGroup, request: Request, which: str) -> Iterator:
@@ -117,11 +167,13 @@ def candidates(group: EPGroup, request: Request, which: str) -> Iterator:
     for block_m in blocks_m:
         for config in kernels.config_space(limits, block_m, products, itemsize):
             for swap in {False, rule.swap_ab}:
-                found.append(
-                    replace(
-                        config, swap_ab=swap, tma=rule.tma, group_m=rule.group_m, waves=rule.waves
-                    )
+                like_rule = replace(
+                    config, swap_ab=swap, tma=rule.tma, group_m=rule.group_m, waves=rule.waves
                 )
+                found.append(like_rule)
+                if rule.tma_rows:
+                    found.append(replace(like_rule, tma_rows=True, block_r=rule.block_r))
+    found = [c for c in found if c.shared_bytes(products, itemsize) <= limits.shared_memory]
     found.sort(key=lambda config: _steps(config, rule))
     yield from list(dict.fromkeys(found))[: request.candidates]
 
@@ -130,7 +182,8 @@ def _steps(config, rule) -> float:
     """How many doublings, and switches, lie between two configurations."""
     sizes = ("block_m", "block_n", "block_k", "num_stages", "num_warps")
     doublings = sum(abs(math.log2(getattr(config, s) / getattr(rule, s))) for s in sizes)
-    return doublings + (config.swap_ab != rule.swap_ab)
+    switched = (config.swap_ab != rule.swap_ab) + (config.tma_rows != rule.tma_rows)
+    return doublings + switched
 
 
 def _rank(group: EPGroup, request: Request) -> int:
