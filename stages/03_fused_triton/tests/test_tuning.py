@@ -179,24 +179,26 @@ def test_candidates_fit_and_begin_with_the_rule():
 
 
 def test_the_fastest_tiles_try_other_schedules_and_keep_what_helps(monkeypatch):
-    """Made-up times: TMA for rows halves them, a persistent grid takes a tenth more, the best order of tiles is 8."""
+    """Made-up times: half tiles are faster, TMA for rows has no room, the best order of tiles is 8."""
 
     def seconds(group, bench, which, config, repeats) -> tuple[float, str]:
-        if config.block_r:
+        if config.tma_rows:
             return math.inf, "RuntimeError: no room"
-        return config.block_m * (1 - config.tma_rows / 2 + config.waves / 10) + abs(config.group_m - 8), ""  # fmt: skip
+        waste = abs(config.group_m - 8) + config.waves - 5 * config.half_tails
+        return config.block_m + waste, ""
 
     alone, one = EPGroup(0, 1, torch.device("cpu"), "single"), replace(REQUEST, ranks=1, rank=0)
     monkeypatch.setattr(tuner, "_try", seconds)
     search = tuner.Search(alone, tuner._prepare(alone, one), "down", 1)
-    for block_m in (16, 32, 64):
+    for block_m in (64, 128, 256):
         search.score(GemmConfig(block_m, tma=True))
     search.reschedule(LIMITS, itemsize=2)
-    assert search.best[16][1] == GemmConfig(16, tma=True, tma_rows=True, group_m=8)
-    assert search.best[32][1] == GemmConfig(32, tma=True, tma_rows=True, group_m=8)
-    assert search.best[64][1] == GemmConfig(64, tma=True), "only the two fastest go on"
+    best = {rows: config for rows, (_, config) in search.best.items()}
+    assert best[64] == GemmConfig(64, tma=True, group_m=8), "half of 64 rows would save nothing"
+    assert best[128] == GemmConfig(128, tma=True, group_m=8, half_tails=True)
+    assert best[256] == GemmConfig(256, tma=True), "only the two fastest go on"
     assert search.reasons == {"RuntimeError: no room": 2}
-    assert tuner.schedules(DeviceLimits(65536)) == [], "interpreted: nothing to order"
+    assert tuner.schedules(DeviceLimits(65536), 128) == [], "interpreted: nothing to order"
 
 
 # ---- the file

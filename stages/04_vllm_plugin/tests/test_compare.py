@@ -203,10 +203,13 @@ def test_shared_memory_that_ranks_leave_behind_goes_with_them(tmp_path, monkeypa
 
 
 def test_a_rank_that_hangs_is_ended(tmp_path, monkeypatch):
-    env = program(
-        tmp_path, monkeypatch, "import time; print('waiting', flush=True); time.sleep(60)"
+    """And says where it was."""
+    text = "import time; from epmoe.vllm_plugin import engines; engines.stack_on_request()\n"
+    text += (
+        "def wait_for_ever():\n    print('waiting', flush=True); time.sleep(60)\nwait_for_ever()"
     )
-    with pytest.raises(RunTimeoutError, match="waiting"):
+    env = program(tmp_path, monkeypatch, text)
+    with pytest.raises(RunTimeoutError, match=r"(?s)rank 0 said last:\nwaiting.* in wait_for_ever"):
         engines.run_ranks("rank_program", tmp_path, sys.executable, env, 1, 2, "one rank")
     left = subprocess.run(
         ["pgrep", "-f", f"{tmp_path}/job.json"], capture_output=True, text=True, check=False

@@ -1,5 +1,6 @@
 """The same prompts through vLLM with its own experts and with each stage's, every run in fresh processes."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -170,13 +171,17 @@ def compare(plan: Plan, python: str, say: Callable[[str], None] = print) -> Comp
     def attempt(stage: str, number: int) -> None:
         if stage in failed:
             return
-        say(f"round {number + 1} of {plan.rounds}: {stage}")
+        what, began = f"round {number + 1} of {plan.rounds}: {stage}", time.monotonic()
+        say(what)
         try:
             outcomes[stage].append(run_once(plan, stage, requests, python))
         except (RankFailedError, RunTimeoutError) as error:
+            say(f"{what} failed after {time.monotonic() - began:.0f} s")
             failed[stage] = str(error)
             if stage == NATIVE:
                 raise
+        else:
+            say(f"{what} took {time.monotonic() - began:.0f} s")
 
     for number in range(plan.rounds):
         order = stages if number % 2 == 0 else stages[::-1]

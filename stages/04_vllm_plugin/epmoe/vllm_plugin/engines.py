@@ -1,6 +1,7 @@
 """Start one engine run on one or several ranks, in the Python that has vLLM, and collect what the ranks answer."""
 
 import contextlib
+import faulthandler
 import os
 import shutil
 import signal
@@ -149,11 +150,25 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, until: float, what: str) 
         if failed is not None:
             break
         if time.monotonic() > until:
-            raise RunTimeoutError(f"{what}: not done in time; rank 0 said:\n{_tail(folder, 0)}")
+            raise RunTimeoutError(f"{what}: not done in time; {_where(ranks, folder)}")
         time.sleep(0.1)
     failed = next((r for r, one in enumerate(ranks) if one.poll() not in (None, 0)), None)
     if failed is not None:
         raise RankFailedError(f"{what}: rank {failed} failed:\n{_tail(folder, failed)}")
+
+
+def _where(ranks: list[subprocess.Popen], folder: Path) -> str:
+    """What every rank that still runs is doing: its stack, which `stack_on_request` puts at the end of its log."""
+    slow = [rank for rank, process in enumerate(ranks) if process.poll() is None]
+    for rank in slow:
+        ranks[rank].send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    return "\n".join(f"rank {rank} said last:\n{_tail(folder, rank)}" for rank in slow)
+
+
+def stack_on_request() -> None:
+    """In a rank's program: SIGUSR1 prints where it is. A rank that is not asked for it would be ended by the signal."""
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
 
 
 def _tail(folder: Path, rank: int) -> str:
