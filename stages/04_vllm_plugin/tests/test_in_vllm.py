@@ -21,13 +21,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def found(vllm_python, tmp_path_factory) -> dict[str, str]:
+def found(warm_python, tmp_path_factory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("vllm") / "found.json"
     port = str(engines.free_port())
     env = engines.environment("03_fused_triton", "cpu", {})  # with Triton's interpreter on
     env |= {"EPMOE_STAGE": "02", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     done = subprocess.run(
-        [vllm_python, str(HERE / "in_vllm.py"), str(out)],
+        [warm_python, str(HERE / "in_vllm.py"), str(out)],
         env=env,
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ import pytest
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
-def test_four_ranks_with_sequence_parallelism(vllm_python, tiny_model, tmp_path):
+def test_four_ranks_with_sequence_parallelism(warm_python, tiny_model, tmp_path):
     """Two data-parallel ranks of two tensor-parallel ones each, to which the model hands tokens cut already."""
     out = tmp_path / "layer.json"
     command = [sys.executable, "-c", "from epmoe.core.cli import main; main()", "vllm", "layer"]
@@ -25,7 +25,7 @@ def test_four_ranks_with_sequence_parallelism(vllm_python, tiny_model, tmp_path)
         "--tokens",
         "5,3",
     ]
-    command += ["--sequence-parallel", "--python", vllm_python, "--timeout", "360"]
+    command += ["--sequence-parallel", "--python", warm_python, "--timeout", "360"]
     done = subprocess.run(
         [*command, "--json", str(out)], capture_output=True, text=True, timeout=390, check=False
     )
