@@ -16,9 +16,9 @@ from triton.language.extra import cuda
 
 from epmoe.core import ledger
 from epmoe.fused_triton.kernels._checks import need
-from epmoe.fused_triton.kernels._interpreter import prepare_once
+from epmoe.fused_triton.kernels._interpreter import make_quicker
 
-prepare_once()
+make_quicker()
 
 
 @triton.jit
