@@ -458,7 +458,7 @@ for where in sorted(known, key=lambda where: where.tokens):
     tile = known[where].gate_up
     shipped[f"T={where.tokens}"] = {
         "rows/expert": where.rows_per_expert,
-        "tile": f"{tile.block_m}x{tile.block_n}x{tile.block_k}",
+        "tile": f"{tile.tile_rows}x{tile.block_n}x{tile.block_k}",
         "stages": tile.num_stages,
         "warps": tile.num_warps,
         "weights left": "yes" if tile.swap_ab else "",

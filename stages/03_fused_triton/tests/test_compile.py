@@ -59,8 +59,9 @@ def jobs(arch: int) -> dict:
         operand = "x_ptr" if which == "gate_up" else "h_ptr"
         if config.tma_rows:
             meta[operand] = f"tensordesc<bf16[{config.block_m}, {config.block_k}]>"
-            half = config.block_m // 2 if config.half_tails else config.block_m
-            meta["half_ptr"] = f"tensordesc<bf16[{half}, {config.block_k}]>"
+            meta["rest_ptr"] = (
+                f"tensordesc<bf16[{config.block_r or config.block_m}, {config.block_k}]>"
+            )
         if which == "gate_up":
             meta |= {"w_ptr": w, "ITEMS": items}
             return gemm_kernels.gate_up_kernel, meta, warps, stages
@@ -68,7 +69,8 @@ def jobs(arch: int) -> dict:
         return gemm_kernels.down_kernel, meta, warps, stages
 
     group = {"BLOCK_M": 16, "BLOCK_S": 16, "BLOCK_N": 2048, "BLOCK_C": 4096, "MOST": 8192}
-    by_tma = {"tma": True, "tma_rows": True}
+    split = {"tma": True, "tma_rows": True, "block_m": 128, "block_r": 64}
+    split |= {"num_stages": 3, "block_k": 32}  # fits the smallest shared memory here
     pack = {
         **place,
         **rule,
@@ -95,12 +97,12 @@ def jobs(arch: int) -> dict:
         ),
         "gate_up_decode": gemm_job("gate_up", 8),
         "gate_up_swap_tma": gemm_job("gate_up", 8, swap_ab=True, tma=True, block_n=64, block_k=64),
-        "gate_up_prefill": gemm_job("gate_up", 65536),
-        "down_prefill": gemm_job("down", 65536),
-        "gate_up_prefill_tma": gemm_job("gate_up", 65536, **by_tma),
+        "gate_up_prefill": gemm_job("gate_up", 16384),
+        "gate_up_prefill_rest": gemm_job("gate_up", 65536, **split),
+        "down_prefill_rest": gemm_job("down", 65536, **split),
         "gather": (dispatch._gather_kernel, {**place, "ROWS": 4, "BLOCK_H": 2048}, 4, 1),
         "down_decode": gemm_job("down", 8),
-        "down_prefill_tma": gemm_job("down", 65536, **by_tma),
+        "down_prefill_tma": gemm_job("down", 16384, tma=True, tma_rows=True),
         "reduce": (reduce._reduce_kernel, {**place, "BLOCK_H": 512}, 4, 1),
         "merge": (reduce._merge_kernel, {"EP": EP, "H": H, "RING": False, "BLOCK_H": 512}, 4, 1),
     }  # fmt: skip
@@ -149,7 +151,7 @@ def argument_type(name: str) -> str:
         "recv_x_ptr",
         "h_ptr",
         "w_ptr",
-        "half_ptr",
+        "rest_ptr",
         "y_ptr",
     )
     return "*fp32" if name in floats else "*bf16" if name in halves else "*i32"

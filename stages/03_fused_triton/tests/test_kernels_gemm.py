@@ -53,7 +53,7 @@ def run_owner(recv, w13, w2, ranks, config, down_config=None, rows_dtype=torch.f
     rows = RowLayout(hidden, topk, w13.dtype).unpack(recv)
     slots, experts = rows.slots_RJ.numel(), w13.shape[0]
     tiles = kn.group_slots(
-        rows.slots_RJ, experts, kn.make_tiles(slots, experts, config.block_m, DEVICE)
+        rows.slots_RJ, experts, kn.make_tiles(slots, experts, config.tile_rows, DEVICE)
     )
     h_NI = torch.full((slots, inner), float("nan"), dtype=w13.dtype, device=DEVICE)
     rows_NH = torch.full((slots, hidden), float("nan"), dtype=rows_dtype, device=DEVICE)
@@ -138,10 +138,8 @@ VARIANTS = {
     "tma": replace(SMALL, tma=True),
     "tma-rows": replace(SMALL, tma=True, tma_rows=True),
     "tma-swap": replace(SMALL, tma=True, tma_rows=True, swap_ab=True),
+    "rest": replace(SMALL, tma=True, tma_rows=True, block_r=16, waves=1),
     "wide": kn.GemmConfig(32, 64, 32, 2, 4),
-    "half": kn.GemmConfig(32, 16, 16, 2, 4, half_tails=True),
-    "half-swap-persistent": kn.GemmConfig(32, 16, 16, 2, 4, swap_ab=True, waves=1, half_tails=True),
-    "half-tma-rows": kn.GemmConfig(32, 16, 16, 2, 4, tma=True, tma_rows=True, half_tails=True),
 }
 
 
@@ -149,6 +147,10 @@ VARIANTS = {
 @pytest.mark.parametrize("shape", [(4, 48, 40, 6, 2, 2), (4, 37, 23, 6, 2, 2)], ids=["even", "odd"])
 def test_schedules_agree_with_the_loops(variant, shape):
     layer = random_layer(*shape, dtype=torch.float16, seed=11)
+    if variant == "rest" and shape[1] % 8:
+        with pytest.raises(InputError, match="block_r=16 needs rows of a multiple of 16 bytes"):
+            run_layer(layer, VARIANTS[variant])
+        return
     assert_layer(layer, run_layer(layer, VARIANTS[variant]), TOLERANCE[torch.float16])
 
 
@@ -156,7 +158,7 @@ def test_schedules_agree_with_the_loops(variant, shape):
 def test_all_tokens_on_one_rank_and_one_expert(tokens):
     x, ids, weights, w13, w2 = random_layer(tokens, 16, 16, 4, 1, 2, torch.float32, seed=tokens)
     layer = x, torch.full_like(ids, 3), weights, w13, w2
-    for config in (SMALL, VARIANTS["half"], VARIANTS["half-tma-rows"], VARIANTS["tma-rows"]):
+    for config in (SMALL, VARIANTS["rest"], VARIANTS["tma-rows"]):
         assert_layer(layer, run_layer(layer, config), TOLERANCE[torch.float32])
 
 
@@ -252,18 +254,15 @@ def test_chosen_tiles_fit_shared_memory(limit, itemsize, rows, tma):
         )
         assert chosen.gate_up.shared_bytes(2, itemsize) <= limit
         assert chosen.down.shared_bytes(1, itemsize) <= limit
-        assert chosen.gate_up.block_m == chosen.down.block_m == chosen.block_m
+        assert chosen.gate_up.tile_rows == chosen.down.tile_rows == chosen.block_m
         assert tma or not (chosen.gate_up.tma or chosen.gate_up.tma_rows or chosen.down.tma)
 
 
-def test_half_a_tile_is_computed_where_the_other_half_is_empty():
-    """24 rows on tiles of 32 are one whole tile, 40 are one and a half: the second half reads and writes nothing."""
-    config, whole = VARIANTS["half"], kn.GemmConfig(32, 16, 16, 2, 4)
-    for tokens in (16, 17, 24, 40, 48, 49):
-        layer = random_layer(tokens, 16, 16, 1, 1, 1, torch.float16, seed=tokens)
-        assert torch.equal(run_layer(layer, config), run_layer(layer, whole))
-    with pytest.raises(InputError, match="half_tails with block_m=16"):
-        replace(SMALL, half_tails=True)
+def test_rows_that_waste_fewer_decide_the_tile():
+    shape = {"hidden": 4096, "intermediate": 2048, "local_experts": 72, "itemsize": 2}
+    limits = kn.DeviceLimits(232448, tma=True)
+    assert kn.choose(limits, rows=227 * 72, **shape).block_m == 128  # 256 computed, not 384
+    assert kn.choose(limits, rows=910 * 72, **shape).block_m == 192  # 960 computed, not 1024
 
 
 @pytest.mark.parametrize("limit", LIMITS)

@@ -15,6 +15,7 @@ from epmoe.core import own_file, tune
 from epmoe.core.conformance.program import caught
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.groups import EPGroup
+from epmoe.core.packed_rows import RowLayout
 from epmoe.core.shape import SHAPES, MoEShape
 from epmoe.fused_triton import tuner, tuning
 from epmoe.fused_triton.kernels import DeviceLimits, GemmConfig, LayerConfig
@@ -179,26 +180,35 @@ def test_candidates_fit_and_begin_with_the_rule():
 
 
 def test_the_fastest_tiles_try_other_schedules_and_keep_what_helps(monkeypatch):
-    """Made-up times: half tiles are faster, TMA for rows has no room, the best order of tiles is 8."""
+    """Made-up times: TMA for rows halves them, a persistent grid takes a tenth more, the best order of tiles is 8."""
 
     def seconds(group, bench, which, config, repeats) -> tuple[float, str]:
-        if config.tma_rows:
+        if config.block_r:
             return math.inf, "RuntimeError: no room"
-        waste = abs(config.group_m - 8) + config.waves - 5 * config.half_tails
-        return config.block_m + waste, ""
+        return config.block_m * (1 - config.tma_rows / 2 + config.waves / 10) + abs(config.group_m - 8), ""  # fmt: skip
 
     alone, one = EPGroup(0, 1, torch.device("cpu"), "single"), replace(REQUEST, ranks=1, rank=0)
     monkeypatch.setattr(tuner, "_try", seconds)
     search = tuner.Search(alone, tuner._prepare(alone, one), "down", 1)
-    for block_m in (64, 128, 256):
+    for block_m in (16, 32, 64):
         search.score(GemmConfig(block_m, tma=True))
     search.reschedule(LIMITS, itemsize=2)
-    best = {rows: config for rows, (_, config) in search.best.items()}
-    assert best[64] == GemmConfig(64, tma=True, group_m=8), "half of 64 rows would save nothing"
-    assert best[128] == GemmConfig(128, tma=True, group_m=8, half_tails=True)
-    assert best[256] == GemmConfig(256, tma=True), "only the two fastest go on"
+    assert search.best[16][1] == GemmConfig(16, tma=True, tma_rows=True, group_m=8)
+    assert search.best[32][1] == GemmConfig(32, tma=True, tma_rows=True, group_m=8)
+    assert search.best[64][1] == GemmConfig(64, tma=True), "only the two fastest go on"
     assert search.reasons == {"RuntimeError: no room": 2}
-    assert tuner.schedules(DeviceLimits(65536), 128) == [], "interpreted: nothing to order"
+    assert tuner.schedules(DeviceLimits(65536)) == [], "interpreted: nothing to order"
+
+
+def test_rows_lie_in_memory_as_an_exchange_delivers_them():
+    """Tuned on rows side by side, long prefills got tiles that were slow in a layer."""
+    alone, one = EPGroup(0, 1, torch.device("cpu"), "single"), replace(REQUEST, ranks=1, rank=0)
+    rows = tuner._prepare(alone, one).rows
+    layout = RowLayout(SMALL.hidden, SMALL.topk, torch.float32)
+    assert rows.x_RH.stride() == (layout.row_bytes // 4, 1)
+    assert layout.row_bytes > SMALL.hidden * 4
+    assert rows.slots_RJ.shape == rows.weights_RJ.shape == (2, SMALL.topk)
+    assert ((rows.slots_RJ >= -1) & (rows.slots_RJ < SMALL.experts)).all()
 
 
 # ---- the file

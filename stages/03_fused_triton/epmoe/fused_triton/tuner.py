@@ -1,9 +1,9 @@
 """Find tile sizes by measurement, on rows and routing as a rank receives them.
 
 Candidates are those that fit the GPU's shared memory, nearest to the rule's choice first. Each is timed on every rank;
-the slowest rank scores it, and one that fails anywhere is out. Then the fastest tiles try other schedules: half tiles
-where an expert ends, TMA for rows, a persistent grid, the order of tiles. The two products are tuned apart and must
-agree on the rows of a tile, so the best pair with equal tiles wins.
+the slowest rank scores it, and one that fails anywhere is out. Then the fastest tiles try other schedules: TMA for
+rows, a second tile of rows, a persistent grid, the order of tiles. The two products are tuned apart and must agree on
+the rows of a tile, so the best pair with equal tiles wins.
 
 Legend: R received rows, J places of a row, N = R * J slots, H hidden, I intermediate, E_local experts here.
 """
@@ -24,6 +24,7 @@ from epmoe.core.errors import UnsupportedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.numerics import dtype_name
 from epmoe.core.own_file import device_name
+from epmoe.core.packed_rows import RowLayout
 from epmoe.core.placement import contiguous
 from epmoe.core.split import Rows
 from epmoe.core.tune import Request, Tuner
@@ -111,7 +112,7 @@ class Search:
     """The fastest configuration of one product by rows of a tile, as all ranks see it; collective.
 
     Attributes:
-        best: rows of a tile -> (seconds, configuration).
+        best: tile rows -> (seconds, configuration).
         tried: how many were timed.
         reasons: why some failed, and how often.
     """
@@ -131,28 +132,26 @@ class Search:
         self.tried += 1
         if reason:
             self.reasons[reason] += 1
-        elif seconds < self.best.get(config.block_m, (math.inf,))[0]:
-            self.best[config.block_m] = (seconds, config)
+        elif seconds < self.best.get(config.tile_rows, (math.inf,))[0]:
+            self.best[config.tile_rows] = (seconds, config)
 
     def reschedule(self, limits: "DeviceLimits", itemsize: int) -> None:
         """Change the schedule of the two fastest, one thing after the other; what helps stays for the next."""
         products = 2 if self.which == "gate_up" else 1
         for rows in sorted(self.best, key=lambda rows: self.best[rows][0])[:2]:
-            for change in schedules(limits, rows):
+            for change in schedules(limits):
                 config = replace(self.best[rows][1], **change)
                 known = config == self.best[rows][1]
                 if not known and config.shared_bytes(products, itemsize) <= limits.shared_memory:
                     self.score(config)
 
 
-def schedules(limits: "DeviceLimits", block_m: int) -> list[dict[str, Any]]:
+def schedules(limits: "DeviceLimits") -> list[dict[str, int]]:
     """Changes of a configuration that leave its tiles as they are; none where kernels are interpreted, one by one."""
     if not limits.tma:
         return []
-    # tensor cores take 64 rows at a time: less than half of 128 would save nothing
-    halves = [{"half_tails": half} for half in (True, False) if block_m >= 128]
-    rows = [{"tma_rows": by_tma} for by_tma in (True, False)]
-    return [*halves, *rows, {"waves": 1}, {"waves": 0}, *({"group_m": g} for g in (1, 4, 8, 16))]
+    rows = [{"tma_rows": True}, {"tma_rows": True, "block_r": 64}]
+    return [*rows, {"waves": 1}, {"waves": 0}, *({"group_m": group} for group in (1, 4, 8, 16))]
 
 
 def candidates(group: EPGroup, request: Request, which: str) -> Iterator:
@@ -169,11 +168,13 @@ def candidates(group: EPGroup, request: Request, which: str) -> Iterator:
     for block_m in blocks_m:
         for config in kernels.config_space(limits, block_m, products, itemsize):
             for swap in {False, rule.swap_ab}:
-                found.append(
-                    replace(
-                        config, swap_ab=swap, tma=rule.tma, group_m=rule.group_m, waves=rule.waves
-                    )
+                like_rule = replace(
+                    config, swap_ab=swap, tma=rule.tma, group_m=rule.group_m, waves=rule.waves
                 )
+                found.append(like_rule)
+                if rule.tma_rows:
+                    found.append(replace(like_rule, tma_rows=True, block_r=rule.block_r))
+    found = [c for c in found if c.shared_bytes(products, itemsize) <= limits.shared_memory]
     found.sort(key=lambda config: _steps(config, rule))
     yield from list(dict.fromkeys(found))[: request.candidates]
 
@@ -182,7 +183,8 @@ def _steps(config, rule) -> float:
     """How many doublings, and switches, lie between two configurations."""
     sizes = ("block_m", "block_n", "block_k", "num_stages", "num_warps")
     doublings = sum(abs(math.log2(getattr(config, s) / getattr(rule, s))) for s in sizes)
-    return doublings + (config.swap_ab != rule.swap_ab)
+    switched = (config.swap_ab != rule.swap_ab) + (config.tma_rows != rule.tma_rows)
+    return doublings + switched
 
 
 def _rank(group: EPGroup, request: Request) -> int:
@@ -190,7 +192,10 @@ def _rank(group: EPGroup, request: Request) -> int:
 
 
 def _prepare(group: EPGroup, request: Request) -> Bench:
-    """Rows of all sources with the slots of this rank, as an exchange would deliver them."""
+    """Rows of all sources with the slots of this rank, packed as an exchange delivers them.
+
+    A packed row is longer than its hidden values, and where it begins decides how fast it is gathered.
+    """
     shape, device = request.shape, group.device
     placement, rank = contiguous(shape.experts, request.ranks), _rank(group, request)
     owner_E, slot_E = placement.owner_table(), placement.slot_table()
@@ -207,12 +212,13 @@ def _prepare(group: EPGroup, request: Request) -> Bench:
 
     local, slots = len(placement.experts_of(rank)), count * shape.topk
     hidden, inner = shape.hidden, shape.intermediate
+    layout = RowLayout(hidden, shape.topk, request.dtype)
+    rows = layout.unpack(torch.empty(count, layout.row_bytes, dtype=torch.uint8, device=device))
+    rows.x_RH.copy_(normal(count, hidden))
+    rows.slots_RJ.copy_(slots_RJ)
+    rows.weights_RJ.copy_(weights_RJ)
     return Bench(
-        rows=Rows(
-            x_RH=normal(count, hidden),
-            slots_RJ=slots_RJ.to(device),
-            weights_RJ=weights_RJ.to(device),
-        ),
+        rows=rows,
         weights=[
             ExpertWeights(normal(local, 2 * inner, hidden), normal(local, hidden, inner))
             for _ in range(request.layers)
@@ -229,7 +235,7 @@ def _try(group: EPGroup, bench: Bench, which: str, config, repeats: int) -> tupl
 
     slots, experts = bench.rows.slots_RJ.numel(), bench.weights[0].experts
     try:
-        tiles = kernels.make_tiles(slots, experts, config.block_m, group.device)
+        tiles = kernels.make_tiles(slots, experts, config.tile_rows, group.device)
         kernels.group_slots(bench.rows.slots_RJ, experts, tiles)
 
         def run() -> None:

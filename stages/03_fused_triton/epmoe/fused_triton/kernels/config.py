@@ -24,7 +24,8 @@ class GemmConfig:
         swap_ab: weights are the left operand, so the tensor core's 64-row side is never empty at tiny M.
         tma: weights come through the tensor memory accelerator (needs 16-byte row strides).
         tma_rows: so do the rows: in `down` they lie side by side already, in `gate_up` they are copied so first.
-        half_tails: an expert's last tile is computed by half where no more than half of its rows are there.
+        block_r: rows of a second, smaller tile below the first: 128 + 64 covers 192 rows, which is no power of two
+            (needs tma_rows).
         waves: programs per multiprocessor of a persistent grid; 0 starts one program per tile.
     """
 
@@ -38,7 +39,7 @@ class GemmConfig:
     tma: bool = False
     tma_rows: bool = False
     waves: int = 0
-    half_tails: bool = False
+    block_r: int = 0
 
     def __post_init__(self):
         for name in ("block_m", "block_n", "block_k"):
@@ -52,14 +53,19 @@ class GemmConfig:
             self.num_warps in (1, 2, 4, 8, 16), f"num_warps={self.num_warps}: use 1, 2, 4, 8 or 16"
         )
         need(
-            not self.half_tails or self.block_m >= 32,
-            f"half_tails with block_m={self.block_m}: half a tile has at least 16 rows, use block_m >= 32",
+            self.block_r == 0 or (self.tma_rows and self.block_r in (16, 32, 64, 128)),
+            f"block_r={self.block_r}: use 0, or with tma_rows one of 16, 32, 64, 128",
         )
         need(self.group_m >= 1, f"group_m={self.group_m}: at least 1")
 
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile: block_m and block_r."""
+        return self.block_m + self.block_r
+
     def shared_bytes(self, weight_tiles: int, itemsize: int) -> int:
         """Shared memory of the pipeline, in bytes; weight_tiles is 2 for gate_up and 1 for down."""
-        rows = self.block_m + weight_tiles * self.block_n
+        rows = self.tile_rows + weight_tiles * self.block_n
         return self.num_stages * rows * self.block_k * itemsize
 
     def to_dict(self) -> dict:
@@ -76,14 +82,14 @@ class LayerConfig:
 
     def __post_init__(self):
         need(
-            self.gate_up.block_m == self.down.block_m,
-            f"gate_up.block_m={self.gate_up.block_m} but down.block_m={self.down.block_m}: use one value",
+            self.gate_up.tile_rows == self.down.tile_rows,
+            f"gate_up.block_m={self.gate_up.tile_rows} but down.block_m={self.down.tile_rows}: use one value",
         )
 
     @property
     def block_m(self) -> int:
         """Rows of a tile: what the tile list is made with."""
-        return self.gate_up.block_m
+        return self.gate_up.tile_rows
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class DeviceLimits:
         )
 
 
-_PLAIN = {"tma": False, "tma_rows": False}
+_PLAIN = {"tma": False, "tma_rows": False, "block_r": 0}
 
 
 def fit(config: GemmConfig, limits: DeviceLimits, weight_tiles: int, itemsize: int) -> GemmConfig:
@@ -112,8 +118,10 @@ def fit(config: GemmConfig, limits: DeviceLimits, weight_tiles: int, itemsize: i
             config = replace(config, block_k=config.block_k // 2)
         elif config.block_n > 16:
             config = replace(config, block_n=config.block_n // 2)
+        elif config.block_r:
+            config = replace(config, block_r=0)
         elif config.block_m > 16:
-            config = replace(config, block_m=config.block_m // 2, half_tails=False)
+            config = replace(config, block_m=config.block_m // 2)
         else:
             config = replace(config, num_stages=1, block_k=16)
     return config if limits.tma else replace(config, **_PLAIN)
@@ -123,8 +131,8 @@ def _wish(rows_per_expert: float, itemsize: int, tma: bool) -> tuple[GemmConfig,
     """gate_up and down before fitting. Few rows per expert: stream weights; many: keep the tensor cores full.
 
     Measured on one H200 (H 4096, I 2048, 72 experts, bfloat16). With few rows the weights are the left operand: the
-    tensor core's 64-row side is then always full. With many, tiles are large, and an expert's last one is halved where
-    that leaves fewer rows empty.
+    tensor core's 64-row side is then always full. With many, rows are copied into expert-major order so that both
+    operands come by TMA, and a tile has 128 or 192 rows, whichever leaves fewer rows empty.
     """
     if itemsize == 4:  # float32 multiplies on the plain units: small tiles, or registers spill
         tile = GemmConfig(16 if rows_per_expert < 32 else 32, 32, 32, 2, 4)
@@ -137,9 +145,19 @@ def _wish(rows_per_expert: float, itemsize: int, tma: bool) -> tuple[GemmConfig,
         return GemmConfig(32, 64, 128, 4, 4, **left), GemmConfig(32, 128, 64, 3, 4, **left)
     if rows_per_expert <= 96:
         return GemmConfig(64, 64, 128, 4, 4, 4, tma=tma), GemmConfig(64, 128, 64, 3, 4, 4, tma=tma)
-    stages = 4 if tma else 3
-    gate_up = GemmConfig(128, 128, 64, stages, 8, 4, tma=tma, half_tails=True)
-    return gate_up, GemmConfig(128, 256, 64, stages, 8, 4, tma=tma, waves=1, half_tails=True)
+    if not tma:
+        return GemmConfig(128, 128, 64, 3, 8, 8), GemmConfig(128, 256, 64, 3, 8, 8)
+    both = {"tma": True, "tma_rows": True}
+    if _computed(rows_per_expert, 192) < 0.98 * _computed(rows_per_expert, 128):
+        gate_up = GemmConfig(128, 128, 64, 3, 8, 8, block_r=64, **both)
+        return gate_up, GemmConfig(128, 256, 64, 3, 8, 4, block_r=64, waves=1, **both)
+    gate_up = GemmConfig(128, 128, 64, 4, 8, 4, waves=1, **both)
+    return gate_up, GemmConfig(128, 256, 64, 4, 8, 4, waves=1, **both)
+
+
+def _computed(rows: float, tile: int) -> float:
+    """Rows that tiles of `tile` rows compute: 227 rows are 256 with tiles of 128 and 384 with tiles of 192."""
+    return -(-rows // tile) * tile
 
 
 def choose(
@@ -164,9 +182,9 @@ def choose(
         gate_up, down = (replace(config, **_PLAIN) for config in (gate_up, down))
     gate_up = fit(_clip(gate_up, intermediate, hidden), limits, 2, itemsize)
     down = fit(_clip(down, hidden, intermediate), limits, 1, itemsize)
+    if gate_up.tile_rows != down.tile_rows:  # one of them had to shrink
+        gate_up, down = replace(gate_up, block_r=0), replace(down, block_r=0)
     block_m = min(gate_up.block_m, down.block_m)
-    if block_m < 32:  # half of it would be no tile
-        gate_up, down = replace(gate_up, half_tails=False), replace(down, half_tails=False)
     return LayerConfig(replace(gate_up, block_m=block_m), replace(down, block_m=block_m))
 
 

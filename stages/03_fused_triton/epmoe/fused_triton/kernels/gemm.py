@@ -12,6 +12,8 @@ from epmoe.fused_triton.kernels.dispatch import gather_rows
 from epmoe.fused_triton.kernels.gemm_kernels import down_kernel, gate_up_kernel
 from epmoe.fused_triton.kernels.metadata import ExpertTiles, max_tiles
 
+_WIDTH_MESSAGE = "block_r={} needs rows of a multiple of 16 bytes: use block_r=0 for width {}"
+
 
 def _programs(
     tiles: ExpertTiles, local_experts: int, columns: int, ranks: int, config: GemmConfig
@@ -38,11 +40,12 @@ def _matrix(w: Tensor, block: int, config: GemmConfig, tma: bool) -> Tensor | Te
 def _row_arguments(
     rows: Tensor, config: GemmConfig
 ) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]:
-    """Expert-major rows for whole tiles and for half ones: a tensor descriptor holds the size of its tile."""
-    whole = _matrix(rows, config.block_m, config, config.tma_rows)
-    if not (config.half_tails and isinstance(whole, TensorDescriptor)):
-        return whole, whole
-    return whole, _matrix(rows, config.block_m // 2, config, True)
+    """Expert-major rows for the first BLOCK_M and the last BLOCK_R rows of a tile."""
+    main = _matrix(rows, config.block_m, config, config.tma_rows)
+    if config.block_r == 0:
+        return main, main
+    need(isinstance(main, TensorDescriptor), _WIDTH_MESSAGE.format(config.block_r, rows.shape[-1]))
+    return main, _matrix(rows, config.block_r, config, True)
 
 
 def gate_up(
@@ -71,12 +74,14 @@ def gate_up(
         return
     w = _matrix(w13_E2IH, config.block_n, config, config.tma)
     columns = -(-double // 2 // config.block_n)
-    x = half = rows.x_RH
+    x = rest = rows.x_RH
     if config.tma_rows and hidden * x.itemsize % 16 == 0:
-        x, half = _row_arguments(gather_rows(rows, tiles, scratch, pdl=pdl), config)
+        x, rest = _row_arguments(gather_rows(rows, tiles, scratch, pdl=pdl), config)
+    else:
+        need(config.block_r == 0, _WIDTH_MESSAGE.format(config.block_r, hidden))
     launch(
         gate_up_kernel, (_programs(tiles, experts, columns, ranks, config),),
-        x, half, w, h_NI, tiles.sorted_slots, tiles.tiles,
+        x, rest, w, h_NI, tiles.sorted_slots, tiles.tiles,
         H=hidden, I=double // 2, K=rows.slots_RJ.shape[1], ITEMS=rows.x_RH.stride(0),
         TMA_ROWS=isinstance(x, TensorDescriptor), **compile_time(config, isinstance(w, TensorDescriptor)), pdl=pdl,
     )  # fmt: skip
@@ -106,11 +111,11 @@ def down(
     if experts == 0 or slots == 0:
         return
     w = _matrix(w2_EHI, config.block_n, config, config.tma)
-    h, half = _row_arguments(h_NI, config)
+    h, rest = _row_arguments(h_NI, config)
     columns = -(-hidden // config.block_n)
     launch(
         down_kernel, (_programs(tiles, experts, columns, ranks, config),),
-        h, half, w, rows.weights_RJ, out_NH, tiles.sorted_slots, tiles.tiles,
+        h, rest, w, rows.weights_RJ, out_NH, tiles.sorted_slots, tiles.tiles,
         H=hidden, I=inner, K=rows.slots_RJ.shape[1], WORDS=rows.weights_RJ.stride(0),
         TMA_ROWS=isinstance(h, TensorDescriptor), **compile_time(config, isinstance(w, TensorDescriptor)), pdl=pdl,
     )  # fmt: skip
@@ -119,8 +124,8 @@ def down(
 def _check_gemm(tiles: ExpertTiles, config: GemmConfig, experts: int, **tensors: Tensor) -> None:
     need_contiguous(**tensors)
     need(
-        tiles.block_m == config.block_m,
-        f"the tile list has block_m={tiles.block_m}, the config {config.block_m}: use one value",
+        tiles.block_m == config.tile_rows,
+        f"the tile list has block_m={tiles.block_m}, the config {config.tile_rows}: use one value",
     )
     need(
         tiles.offsets.shape[0] == experts + 1,
@@ -132,10 +137,10 @@ def compile_time(config: GemmConfig, tma: bool) -> dict:
     """Compile-time arguments and launch options of a config; `tma` says whether the weights have a descriptor."""
     return {
         "BLOCK_M": config.block_m,
+        "BLOCK_R": config.block_r,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
-        "HALF": config.half_tails,
         "SWAP": config.swap_ab,
         "TMA": tma,
         "num_stages": config.num_stages,

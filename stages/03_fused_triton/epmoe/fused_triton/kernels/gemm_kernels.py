@@ -9,9 +9,7 @@ than items is a persistent grid, more is early exit; both are the same loop, so 
 With few rows A is read where it was received (row = slot // K), without a copy. With many, `gather_rows` has copied it
 into expert-major order, so that it comes by TMA (TMA_ROWS). Accumulation is float32; the routing weight multiplies the
 float32 sum, so a float16 row that would overflow without its weight does not. Rows past the end of a tile cost no
-traffic (or, by TMA, are the next expert's) and are never stored: no row of a product depends on another. They cost
-products, though: 227 rows are two tiles of 128, the second with 29 rows too many. With HALF an expert's last tile is
-computed by half where its second half is empty: on average a quarter of a tile is wasted then, not half of one.
+traffic (or, by TMA, are the next expert's) and are never stored: no row of a product depends on another.
 
 Worked on the toy, rank 0: tile 0 is expert 0, positions 0 to 2, slots 0 and 6, rows 0 and 3. It writes h[0], h[1], then
 rows[0] = 0.75 * expert0(token 0) and rows[6] = 0.75 * expert0(token 3).
@@ -125,37 +123,11 @@ def accumulator(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr
 
 # --8<-- [start:gate_up]
 @triton.jit
-def gate_up_tile(
-    x_ptr, w_ptr, h_ptr, sorted_ptr, start, end, gate_row, n,
-    H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, ITEMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr,
-):  # fmt: skip
-    """h at up to ROWS positions from `start`, column block n; gate_row is that block's first row of the weights."""
-    offs_m = start + tl.arange(0, ROWS)
-    if not TMA_ROWS:
-        slots = tl.load(sorted_ptr + tl.minimum(offs_m, end - 1))
-        x_rows = x_ptr + (slots // K).to(tl.int64) * ITEMS
-    gate = accumulator(ROWS, BLOCK_N, SWAP)
-    up = gate
-    for k in tl.range(0, H, BLOCK_K):
-        # weights first: their address needs the tile alone, that of x waits for the slots
-        w_gate = weight_tile(w_ptr, gate_row, k, I, H, BLOCK_N, BLOCK_K, TMA, I - n * BLOCK_N)
-        w_up = weight_tile(w_ptr, gate_row + I, k, I, H, BLOCK_N, BLOCK_K, TMA, I - n * BLOCK_N)
-        if TMA_ROWS:
-            x = x_ptr.load([start, k])
-        else:
-            x = row_tile(x_rows, offs_m < end, k, H, BLOCK_K)
-        gate = multiply(x, w_gate, gate, SWAP)
-        up = multiply(x, w_up, up, SWAP)
-    store_activations(gate, up, h_ptr, offs_m, end, n, I, BLOCK_N, SWAP)
-
-
-@triton.jit
 def gate_up_kernel(
-    x_ptr, half_ptr, w_ptr, h_ptr, sorted_ptr, tiles_ptr,
+    x_ptr, rest_ptr, w_ptr, h_ptr, sorted_ptr, tiles_ptr,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, ITEMS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, HALF: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h [N, I] at expert-major positions. Toy, tile 0 on rank 0: h[0] from row 0, h[1] from row 3, both expert 0."""
     NUM_N: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
@@ -167,16 +139,33 @@ def gate_up_kernel(
         gate_row = tl.load(tiles_ptr + tile * 4).to(tl.int64) * (2 * I) + n * BLOCK_N
         end = tl.load(tiles_ptr + tile * 4 + 2)
         start = tl.load(tiles_ptr + tile * 4 + 1)
-        if HALF and end - start <= BLOCK_M // 2:
-            gate_up_tile(
-                half_ptr, w_ptr, h_ptr, sorted_ptr, start, end, gate_row, n,
-                H, I, K, ITEMS, BLOCK_M // 2, BLOCK_N, BLOCK_K, SWAP, TMA, TMA_ROWS,
-            )  # fmt: skip
-        else:
-            gate_up_tile(
-                x_ptr, w_ptr, h_ptr, sorted_ptr, start, end, gate_row, n,
-                H, I, K, ITEMS, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TMA, TMA_ROWS,
-            )  # fmt: skip
+        offs_m = start + tl.arange(0, BLOCK_M)
+        if not TMA_ROWS:
+            slots = tl.load(sorted_ptr + tl.minimum(offs_m, end - 1))
+            x_rows = x_ptr + (slots // K).to(tl.int64) * ITEMS
+        gate = accumulator(BLOCK_M, BLOCK_N, SWAP)
+        up = gate
+        if BLOCK_R > 0:
+            gate_r = accumulator(BLOCK_R, BLOCK_N, SWAP)
+            up_r = gate_r
+        for k in tl.range(0, H, BLOCK_K):
+            # weights first: their address needs the tile alone, that of x waits for the slots
+            w_gate = weight_tile(w_ptr, gate_row, k, I, H, BLOCK_N, BLOCK_K, TMA, I - n * BLOCK_N)
+            w_up = weight_tile(w_ptr, gate_row + I, k, I, H, BLOCK_N, BLOCK_K, TMA, I - n * BLOCK_N)
+            if TMA_ROWS:
+                x = x_ptr.load([start, k])
+            else:
+                x = row_tile(x_rows, offs_m < end, k, H, BLOCK_K)
+            gate = multiply(x, w_gate, gate, SWAP)
+            up = multiply(x, w_up, up, SWAP)
+            if BLOCK_R > 0:
+                rest = rest_ptr.load([start + BLOCK_M, k])
+                gate_r = multiply(rest, w_gate, gate_r, SWAP)
+                up_r = multiply(rest, w_up, up_r, SWAP)
+        store_activations(gate, up, h_ptr, offs_m, end, n, I, BLOCK_N, SWAP)
+        if BLOCK_R > 0:
+            offs_r = start + BLOCK_M + tl.arange(0, BLOCK_R)
+            store_activations(gate_r, up_r, h_ptr, offs_r, end, n, I, BLOCK_N, SWAP)
 
 
 # --8<-- [end:gate_up]
@@ -203,32 +192,11 @@ def store_weighed(
 
 
 @triton.jit
-def down_tile(
-    h_ptr, w_ptr, weights_ptr, rows_ptr, sorted_ptr, start, end, w_row, n,
-    H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr,
-):  # fmt: skip
-    """rows of up to ROWS positions from `start`, column block n; w_row is that block's first row of the weights."""
-    offs_m = start + tl.arange(0, ROWS)
-    acc = accumulator(ROWS, BLOCK_N, SWAP)
-    for k in tl.range(0, I, BLOCK_K):
-        w = weight_tile(w_ptr, w_row, k, H, I, BLOCK_N, BLOCK_K, TMA, H - n * BLOCK_N)
-        if TMA_ROWS:
-            h = h_ptr.load([start, k])
-        else:
-            h = row_tile(h_ptr + offs_m.to(tl.int64) * I, offs_m < end, k, I, BLOCK_K)
-        acc = multiply(h, w, acc, SWAP)
-    store_weighed(
-        acc, weights_ptr, rows_ptr, sorted_ptr, offs_m, end, n, H, K, WORDS, BLOCK_N, SWAP
-    )  # fmt: skip
-
-
-@triton.jit
 def down_kernel(
-    h_ptr, half_ptr, w_ptr, weights_ptr, rows_ptr, sorted_ptr, tiles_ptr,
+    h_ptr, rest_ptr, w_ptr, weights_ptr, rows_ptr, sorted_ptr, tiles_ptr,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, HALF: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """rows [N, H] by slot. Toy, tile 0 on rank 0: rows[0] and rows[6], each 0.75 * (h @ w2 of expert 0)."""
     NUM_N: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
@@ -241,13 +209,24 @@ def down_kernel(
         w_row = tl.load(tiles_ptr + tile * 4).to(tl.int64) * H + n * BLOCK_N
         end = tl.load(tiles_ptr + tile * 4 + 2)
         start = tl.load(tiles_ptr + tile * 4 + 1)
-        if HALF and end - start <= BLOCK_M // 2:
-            down_tile(
-                half_ptr, w_ptr, weights_ptr, rows_ptr, sorted_ptr, start, end, w_row, n,
-                H, I, K, WORDS, BLOCK_M // 2, BLOCK_N, BLOCK_K, SWAP, TMA, TMA_ROWS,
-            )  # fmt: skip
-        else:
-            down_tile(
-                h_ptr, w_ptr, weights_ptr, rows_ptr, sorted_ptr, start, end, w_row, n,
-                H, I, K, WORDS, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TMA, TMA_ROWS,
+        offs_m = start + tl.arange(0, BLOCK_M)
+        acc = accumulator(BLOCK_M, BLOCK_N, SWAP)
+        if BLOCK_R > 0:
+            acc_r = accumulator(BLOCK_R, BLOCK_N, SWAP)
+        for k in tl.range(0, I, BLOCK_K):
+            w = weight_tile(w_ptr, w_row, k, H, I, BLOCK_N, BLOCK_K, TMA, H - n * BLOCK_N)
+            if TMA_ROWS:
+                h = h_ptr.load([start, k])
+            else:
+                h = row_tile(h_ptr + offs_m.to(tl.int64) * I, offs_m < end, k, I, BLOCK_K)
+            acc = multiply(h, w, acc, SWAP)
+            if BLOCK_R > 0:
+                acc_r = multiply(rest_ptr.load([start + BLOCK_M, k]), w, acc_r, SWAP)
+        store_weighed(
+            acc, weights_ptr, rows_ptr, sorted_ptr, offs_m, end, n, H, K, WORDS, BLOCK_N, SWAP
+        )  # fmt: skip
+        if BLOCK_R > 0:
+            offs_r = start + BLOCK_M + tl.arange(0, BLOCK_R)
+            store_weighed(
+                acc_r, weights_ptr, rows_ptr, sorted_ptr, offs_r, end, n, H, K, WORDS, BLOCK_N, SWAP
             )  # fmt: skip
