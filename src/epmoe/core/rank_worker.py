@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -66,6 +67,7 @@ def main(config: dict[str, Any]) -> None:
         conn.send(_failure(rank, error, 0, group=None))
         return _leave(1)
     conn.send(Outcome(rank, time.monotonic(), 0, value=pickle.dumps(None)))
+    gc.freeze()  # what was imported stays: looking through it for garbage would take longer than many a run
     _serve(rank, group, conn)
 
 
