@@ -9,38 +9,11 @@ from epmoe.core.bench import headline, report
 from epmoe.core.stages_cli import SHOWN, offer
 
 
-def _ledger() -> dict[str, list[str]]:
-    return report.read_ledger(ROOT / report.RESULTS / report.LEDGER)
-
-
 @fact
 def ladder_table(to: str = "") -> str:
     """The ladder: what each stage does in one call, and its time over the floor where it was measured."""
-    measured = measured_results()
-    books, rows = _ledger(), []
-    for stage in registry.names():
-        page = ROOT / "stages" / stage / "README.md"
-        linked = f"[{stage}]({to}{stage}/index.md)" if page.is_file() else stage
-        counts = books.get(stage, [report.NOT_MEASURED] * 3)
-        rows.append(
-            [
-                linked,
-                registry.load(stage).summary,
-                *counts,
-                report.over_floor_words(stage, measured),
-            ]
-        )
-    sizes = " / ".join(map(str, report.LADDER_TOKENS))
-    head = [
-        "stage",
-        "idea",
-        "collectives",
-        "host syncs",
-        "launches",
-        f"time / floor at T = {sizes}",
-    ]
-    table = markdown_table(head, rows, 2)
-    return table
+    link = to + "{}/index.md"
+    return markdown_table(*report.ladder_table(ROOT, registry.names(), measured_results(), link), 2)
 
 
 @fact

@@ -137,6 +137,23 @@ def test_ladder_prefers_the_newest_and_takes_no_other_machine(clone):
     assert "1.08 / 1.08 / 1.08" in ladder_rows(clone)["02_fixed_capacity"]
 
 
+def test_all_times_of_the_ladder_come_from_one_run(clone):
+    """The run with most stages, though an older one has a better number for one of them."""
+    both = example(created="2025-01-01T00:00:00+00:00")
+    for place, point in enumerate(both.points):
+        one = point.subjects["02_fixed_capacity"]
+        subjects = {**point.subjects, "01_variable_a2a": dataclasses.replace(one, mode="eager")}
+        both.points[place] = dataclasses.replace(point, subjects=subjects)
+    stages = ["01_variable_a2a", "02_fixed_capacity"]
+    better = example(speed=0.9)
+    assert report.ladder_result(stages, {"a": better, "b": both}) is both
+    head, rows = report.ladder_table(clone, stages, {"a": better, "b": both}, "{}")
+    assert head[-1] == "time / floor at T = 1 / 8 / 128, one H200 as one of 4 ranks"
+    assert rows[0][-1] == "1.20 / 1.20 / 1.20, without a CUDA graph"
+    assert rows[1][-1] == "1.20 / 1.20 / 1.20"
+    assert report.ladder_result(["00_reference"], {"a": better}) is None
+
+
 @pytest.mark.parametrize(
     "touched", ["README.md", "docs/ladder/h200.md", "docs/ladder/h200-floor.svg"]
 )

@@ -19,7 +19,7 @@ RESULTS, LEDGER, PAGES = "benchmarks/results", "ledger-cpu.json", "docs/ladder"
 NOT_MEASURED = "not measured yet"
 PICTURE = "docs/assets/route.svg"  # on README's first screen
 LADDER_TOKENS = (1, 8, 128)
-_HEADLINE = {"shape": "glm-5.3-flash", "ep": 4, "dtype": "bfloat16", "routing": "uniform"}
+_HEADLINE = {"shape": "glm-5.3-flash", "dtype": "bfloat16", "routing": "uniform"}
 
 
 def find_root(root: Path | None) -> Path:
@@ -101,22 +101,31 @@ def _kind(path: Path) -> str | None:
 
 def ladder(root: Path, stages: Sequence[str], measured: Mapping[str, Result]) -> str:
     """The table, in Markdown."""
-    books = read_ledger(root / RESULTS / LEDGER)
+    head, rows = ladder_table(root, stages, measured, "stages/{}/README.md")
+    lines = [head, ["---", "---", "---:", "---:", "---:", "---:"], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def ladder_table(
+    root: Path, stages: Sequence[str], measured: Mapping[str, Result], link: str
+) -> headline.Table:
+    """Head and rows: what each stage does in one call, and its time over the floor; `link` makes links, of "{}"."""
+    books, result = read_ledger(root / RESULTS / LEDGER), ladder_result(stages, measured)
     sizes = " / ".join(map(str, LADDER_TOKENS))
-    lines = [
-        f"| stage | idea | collectives | host syncs | launches | time / floor at T = {sizes} |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
+    place = f", {headline.where(result)}" if result else ""
+    head = ["stage", "idea", "collectives", "host syncs", "launches"]
+    rows = []
     for stage in stages:
-        counts = books.get(stage, [NOT_MEASURED] * 3)
-        cells = [_linked(root, stage), registry.load(stage).summary, *counts]
-        lines.append("| " + " | ".join([*cells, over_floor_words(stage, measured)]) + " |")
-    return "\n".join(lines)
-
-
-def _linked(root: Path, stage: str) -> str:
-    page = f"stages/{stage}/README.md"
-    return f"[{stage}]({page})" if (root / page).is_file() else stage
+        there = (root / f"stages/{stage}/README.md").is_file()
+        rows.append(
+            [
+                f"[{stage}]({link.format(stage)})" if there else stage,
+                registry.load(stage).summary,
+                *books.get(stage, [NOT_MEASURED] * 3),
+                over_floor_words(stage, result),
+            ]
+        )
+    return [*head, f"time / floor at T = {sizes}{place}"], rows
 
 
 def read_ledger(path: Path) -> dict[str, list[str]]:
@@ -138,38 +147,43 @@ def read_ledger(path: Path) -> dict[str, list[str]]:
     }
 
 
-def over_floor_words(stage: str, measured: Mapping[str, Result]) -> str:
-    """time / floor at the ladder's sizes, from the widest headline result that has this stage."""
-    for result in widest_first(measured):
-        found = {p.tokens: p.subjects[stage] for p in result.points if stage in p.subjects}
-        if any(found[t].over_floor for t in LADDER_TOKENS if t in found):
-            return " / ".join(_cell(found.get(t)) for t in LADDER_TOKENS)
-    return NOT_MEASURED
+def over_floor_words(stage: str, result: Result | None) -> str:
+    """time / floor of the stage at the ladder's sizes."""
+    points = result.points if result else []
+    found = {p.tokens: p.subjects[stage] for p in points if stage in p.subjects}
+    if not any(found[t].over_floor for t in LADDER_TOKENS if t in found):
+        return NOT_MEASURED
+    eager = any(one.mode == "eager" for one in found.values())
+    cells = " / ".join(_cell(found.get(tokens)) for tokens in LADDER_TOKENS)
+    return cells + ", without a CUDA graph" * eager
 
 
 def _cell(one: Measured | None) -> str:
-    if one is None or not one.over_floor:
-        return "-"
-    return f"{one.over_floor[0]:.2f}" + (" (eager)" if one.mode == "eager" else "")
+    return f"{one.over_floor[0]:.2f}" if one and one.over_floor else "-"
 
 
-def widest_first(measured: Mapping[str, Result]) -> list[Result]:
-    """Results that may stand in the ladder: one rank's loopback share of the shape of record, on an H200.
+def ladder_result(stages: Sequence[str], measured: Mapping[str, Result]) -> Result | None:
+    """The one result that the ladder's times come from, so that rungs can be compared with each other.
 
-    One that covers all decode sizes comes before one that looks at a few, then the newest.
+    Of those of the shape of record on H200s, the one in which most stages ran, then most sizes, then the newest.
     """
+
+    def worth(result: Result) -> tuple[int, int, str]:
+        found = sum(over_floor_words(stage, result) != NOT_MEASURED for stage in stages)
+        return found, len(result.points), result.created
+
     fitting = [
         result
         for result in measured.values()
         if "H200" in result.machine["device"]
-        and result.setting["loopback"]
         and {
             "shape": result.setting["shape"]["name"],
-            **{k: result.setting[k] for k in ("ep", "dtype", "routing")},
+            **{k: result.setting[k] for k in ("dtype", "routing")},
         }
         == _HEADLINE
     ]
-    return sorted(fitting, key=lambda one: (len(one.points), one.created), reverse=True)
+    best = max(fitting, key=worth, default=None)
+    return best if best and worth(best)[0] else None
 
 
 def against(stages: Sequence[str], measured: Mapping[str, Result]) -> str:
