@@ -23,6 +23,24 @@ def against_vllm_table() -> str:
 
 
 @fact
+def suite_table() -> str:
+    """Runs of the conformance suite on GPUs, by stage or pair, from the committed records of `--record`."""
+    rows = []
+    for path in sorted((ROOT / report.RESULTS).glob("suite-*.json")):
+        run = json.loads(path.read_text())
+        checks = run.get("checks")
+        whole = "?"  # the first records do not say how many checks there were
+        if checks:
+            whole = "whole" if checks["ended"] == checks["collected"] else "in part"
+        for stage, found in run["stages"].items():
+            counts = [str(found.get(outcome, 0)) for outcome in ("passed", "skipped", "failed")]
+            where = f"{run['where']}, {run['machine']['device']}"
+            rows.append([f"`{stage}`", where, whole, run["machine"]["git_sha"][:12], *counts])
+    head = ["stage or pair", "where", "suite", "commit", "passed", "skipped", "failed"]
+    return markdown_table(head, sorted(rows), 4)
+
+
+@fact
 def time_split_table() -> str:
     """Where the time of the last stage and of vLLM's tuned layer goes on real ranks."""
     return markdown_table(*headline.time_split(measured_results(), registry.names()[-1]), 3)
