@@ -18,6 +18,7 @@ from epmoe.vllm_plugin.jobs import Answer, Job
 PYTHON = "EPMOE_VLLM_PYTHON"
 PROGRAM = "epmoe.vllm_plugin.engine_program"
 KEPT_LINES = 40
+STACK_LINES = 200  # of all threads
 
 # what a CPU needs: no process per core, no warm-up, and a compiler that is not started for a test
 ON_CPU = {
@@ -162,18 +163,19 @@ def _where(ranks: list[subprocess.Popen], folder: Path) -> str:
     slow = [rank for rank, process in enumerate(ranks) if process.poll() is None]
     for rank in slow:
         ranks[rank].send_signal(signal.SIGUSR1)
-    time.sleep(0.5)
-    return "\n".join(f"rank {rank} said last:\n{_tail(folder, rank)}" for rank in slow)
+    time.sleep(1.0)
+    said = (f"rank {rank} said last:\n{_tail(folder, rank, lines=STACK_LINES)}" for rank in slow)
+    return "\n".join(said)
 
 
 def stack_on_request() -> None:
-    """In a rank's program: SIGUSR1 prints where it is. A rank that is not asked for it would be ended by the signal."""
-    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    """In a rank's program: SIGUSR1 prints where its threads are, whichever of them the signal reaches."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def _tail(folder: Path, rank: int) -> str:
-    lines = (folder / f"log-{rank}.txt").read_text(errors="replace").splitlines()
-    return "\n".join(lines[-KEPT_LINES:])
+def _tail(folder: Path, rank: int, lines: int = KEPT_LINES) -> str:
+    said = (folder / f"log-{rank}.txt").read_text(errors="replace").splitlines()
+    return "\n".join(said[-lines:])
 
 
 def _end(rank: subprocess.Popen) -> None:
