@@ -238,8 +238,8 @@ def test_a_stage_that_fails_is_out_and_the_others_go_on(monkeypatch):
     assert not found.right
     assert "too] small" in found.as_dict()["failed"][STAGE]
     shown = io.StringIO()
-    Console(file=shown, width=200).print(view.table(found))
-    assert "failed: ValueError: [too] small" in shown.getvalue()
+    Console(file=shown, width=200).print(view.with_last_words(found))
+    assert f"{STAGE} failed: rank 0 failed:\nValueError: [too] small" in shown.getvalue()
 
 
 def test_without_native_there_is_nothing_to_compare(monkeypatch):

@@ -92,7 +92,7 @@ def compare(
     )
     if plot:
         view.picture(found).save(plot)
-    _deliver(found.as_dict(), json_to, view.table(found))
+    _deliver(found.as_dict(), json_to, view.with_last_words(found))
     raise typer.Exit(0 if found.right else 1)
 
 

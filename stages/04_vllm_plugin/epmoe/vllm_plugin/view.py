@@ -1,7 +1,8 @@
 """A comparison as a table and as a picture."""
 
-from rich.markup import escape
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from epmoe.core.figures import BLUE, FAINT, INK, MUTED, ORANGE, RED, SMALL, Picture, canvas
 from epmoe.vllm_plugin.compare import Comparison
@@ -19,9 +20,17 @@ def table(comparison: Comparison) -> Table:
         shown.add_column(column)
     for result in comparison.results:
         shown.add_row(*row(result))
-    for stage, words in comparison.failed.items():
-        shown.add_row(stage, "-", f"[red]failed: {escape(words.splitlines()[-1])}[/red]")
+    for stage in comparison.failed:
+        shown.add_row(stage, "-", "[red]failed[/red]")
     return shown
+
+
+def with_last_words(comparison: Comparison) -> Group:
+    """The table, and below it what every stage that failed said last."""
+    failed = comparison.failed.items()
+    return Group(
+        table(comparison), *(Text(f"\n{stage} failed: {words}") for stage, words in failed)
+    )
 
 
 def row(result: StageResult) -> tuple[str, ...]:
