@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -117,8 +118,13 @@ def expected_load(
     shape: MoEShape, ep: int, tokens: int | Sequence[int], placement: Placement | None = None
 ) -> Load:
     """The load in expectation under uniform routing (a router with expert groups hits fewer ranks than this)."""
-    placement = resolve_placement(shape, ep, placement)
-    per_rank = resolve_tokens(ep, tokens)
+    return _expected(
+        shape, ep, tuple(resolve_tokens(ep, tokens)), resolve_placement(shape, ep, placement)
+    )
+
+
+@lru_cache(maxsize=64)  # the same for every dtype and GPU that somebody asks about
+def _expected(shape: MoEShape, ep: int, per_rank: tuple[int, ...], placement: Placement) -> Load:
     owners_SE = [Counter(placement.owners_from(source)) for source in range(ep)]
     serving_SD = [[owners[rank] for rank in range(ep)] for owners in owners_SE]
     return Load(
