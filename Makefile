@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .NOTPARALLEL:
-.PHONY: help setup tour test test-gpu docs docs-serve bench lint format pins clean
+.PHONY: help setup setup-vllm tour test test-gpu docs docs-serve bench lint format pins clean
 
 help:
 	@echo "make setup       the environment in $(VENV), once"
@@ -32,7 +32,11 @@ setup: $(VENV)/.ready-dev
 # a stamp per extra: setting up again happens only when the requirements change
 $(VENV)/.ready-%: pyproject.toml constraints.txt tools/setup_env.py
 	@if [ -z "$(PYTHON)" ]; then echo "no Python >= 3.11 found: install one, or name it with PYTHON=..." >&2; exit 1; fi
-	@"$(PYTHON)" tools/setup_env.py $*
+	@"$(PYTHON)" tools/setup_env.py $(or $(EXTRAS),$*)
+
+# vLLM's environment, in which the tests of its plugin run
+setup-vllm:
+	@"$(PYTHON)" tools/setup_vllm_env.py
 
 tour: setup
 	$(BIN)/epmoe tour
