@@ -24,7 +24,7 @@ import time
 import traceback
 
 DECIDES = "TRITON_INTERPRET"
-PATIENCE = 120.0  # seconds for a server's imports
+PATIENCE = 240.0  # seconds for the imports of a server; nothing is compiled when it is the first
 IMPORTED = (
     "vllm",
     "vllm.entrypoints.llm",
