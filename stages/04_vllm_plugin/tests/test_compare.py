@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,12 +124,15 @@ def test_the_slowest_rank_is_the_time():
     assert result.against_native == (2.0, 2.0, 2.0)
 
 
-def test_native_has_one_rank_on_a_cpu_and_stages_their_graphs_on_a_gpu():
+def test_native_has_one_rank_on_a_cpu_and_stages_their_graphs_on_a_gpu(monkeypatch):
     plan = Plan(model="m", stages=(NATIVE, "01_variable_a2a"), dp=2, compiled=True)
     job, _ = job_for(plan, NATIVE, REQUESTS)
     assert (job.dp, job.eager) == (1, False)
     on_gpu = Plan(model="m", stages=(NATIVE, STAGE), dp=2, compiled=True, device="cuda")
     assert job_for(on_gpu, NATIVE, REQUESTS)[0].dp == 2
+    assert job_for(on_gpu, STAGE, REQUESTS)[0].eager, "graphs over ranks have to be asked for"
+    assert not job_for(replace(on_gpu, dp=1), STAGE, REQUESTS)[0].eager
+    monkeypatch.setenv("EPMOE_GRAPHS_OVER_RANKS", "1")
     assert not job_for(on_gpu, STAGE, REQUESTS)[0].eager
     assert job_for(on_gpu, "01_variable_a2a", REQUESTS)[0].eager
 

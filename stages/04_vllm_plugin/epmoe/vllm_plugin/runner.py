@@ -171,6 +171,7 @@ class StagedMoERunner(MoERunner):
             device_type=device.type,
             arch=torch.cuda.get_device_capability(device) if on_gpu else None,
             transport="single" if ranks == 1 else "nccl" if on_gpu else "gloo",
+            graphs_over_ranks=hook.current().graphs_over_ranks,
         )
         reasons = reasons_against(parts, stage.capabilities)
         reasons += layout.reasons_against_order(self.routed_experts)
