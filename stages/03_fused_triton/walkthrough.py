@@ -33,7 +33,7 @@
 # ledger on real ranks:
 
 # %% tags=["hide-input"]
-from epmoe.core.figures.page import counted, layer_results, measured, prove, table
+from epmoe.core.figures.page import counted, layer_results, measured, prove, root, table
 from epmoe.core.launch import RankPool
 from epmoe.core.plan import plan
 from epmoe.core.shape import SHAPES
@@ -478,6 +478,31 @@ for words, situation in asked.items():
     print(f"{words:17} {Tuning(situation, limits, itemsize=2).choice(situation.tokens).source}")
 
 # %% [markdown]
+# A tuner measures what it is given. Half tiles once won here: 227 rows are two tiles of 128 with 29 empty rows, and a
+# last tile with no more than 64 rows can be computed by half. In the layer they lost to what had been there before,
+# a prefill on one GPU's share of four ranks, microseconds:
+
+# %% tags=["hide-input"]
+import json
+
+runs = {
+    "whole tiles": "h200-loopback-ep4-prefill",
+    "half tiles": "tried/h200-half-tiles-ep4-prefill",
+}
+prefill = {}
+for words, name in runs.items():
+    run = json.loads((root() / f"benchmarks/results/{name}.json").read_text())
+    prefill[words] = {
+        f"T={point['tokens']}": round(point["subjects"]["03_fused_triton"]["median_us"])
+        for point in sorted(run["points"], key=lambda point: point["tokens"])
+    }
+print(table(prefill, ""))
+
+# %% [markdown]
+# The tuner's rows had lain side by side. Those of an exchange are packed with their slots and weights, begin anywhere
+# in a cache line, and are slower to gather; the copies that TMA wants pay off then. Now the tuner packs its rows, and
+# half tiles are gone. (At the shortest of these prompts the tile itself is new: it had been a neighbour's.)
+#
 # A tile says in which order products are added. So a token's last bits may depend on how many other tokens came with
 # it: another T, another tile. Training and debugging want otherwise. `batch_invariant=True` pins the tile of C for
 # every call:
@@ -568,19 +593,25 @@ for name, row in ladder.items():
 # to do without:
 
 # %% tags=["hide-input"]
-more: dict[str, dict[str, str]] = {}
+shown = []
 for result in layer_results():
+    without: dict[str, dict[str, str]] = {}
     for point in sorted(result["points"], key=lambda point: point["tokens"]):
         for name, one in point["subjects"].items():
             if name.startswith("03_fused_triton:-") and one["median_us"]:
                 most = one["median_us"] - point["subjects"]["03_fused_triton"]["median_us"]
-                more.setdefault(name.split(":-")[1], {})[f"T={point['tokens']}"] = f"{most:+.1f}"
-print(table(more, "without") if more else "not measured yet")
+                cells = without.setdefault(name.split(":-")[1], {})
+                cells[f"T={point['tokens']}"] = f"{most:+.1f}"
+    if without:
+        setting = result["setting"]
+        place = "one GPU's share of" if setting["loopback"] else "over NVLink,"
+        shown.append(table(without, f"{place} EP={setting['ep']}, without"))
+print("\n\n".join(shown) or "not measured yet")
 
 # %% [markdown]
 # Pack (without it the router falls back to torch as well) and metadata cost the same dozens of microseconds at every
 # size: small operators, one after the other. Reduce grows with the rows that it has to add. Reading rows in place and
-# starting kernels early stay under the 2% below which no claim is made here: a copy of a few rows is cheap, and a graph
+# starting kernels early stay near the 2% below which no claim is made here: a copy of a few rows is cheap, and a graph
 # leaves little room between its kernels. They stay, since they cost nothing; they are not what makes this layer fast.
 #
 # Against the stages before, on the batch of this page's beginning:
@@ -612,8 +643,8 @@ print(measured("03_fused_triton"))
 #   above says what that is at prefill capacities. Several rounds with a small C are the way out.
 # - **A new shape, a new GPU.** Sizes are compiled in, so the first call of each waits for a compiler (`warmup()`
 #   before serving), and without a measured entry the tile is a guess.
-# - **A size between two measured ones** takes a neighbour's tiles. The results page of prefill on one GPU's share has
-#   such a size, and vLLM's default is faster there. `epmoe tune` for that size is the way out.
+# - **A size between two measured ones** takes a neighbour's tiles. The shortest prompt of the table on tiles had such
+#   ones, and vLLM's default was faster there. `epmoe tune` for that size is the way out.
 # - **Equal bits across batches** have a price: `batch_invariant` gives up the best tile for all sizes but one.
 # - **f.** It is written and read once more only because sums need an order. Atomic additions would save that and give
 #   up equal bits.

@@ -121,9 +121,14 @@ def layer_results(folder: Path | None = None) -> list[dict[str, Any]]:
 
 
 def measured(stage: str, folder: Path | None = None) -> str:
-    """The times of `stage` (its registered name) in all committed runs as a table, or the words "not measured yet"."""
+    """The times of `stage` (its registered name) in all committed runs as a table, or the words "not measured yet".
+
+    Of several runs in one setting the one with most sizes counts, then the newest.
+    """
     found: dict[tuple[str, int], dict[str, object]] = {}
-    for result in layer_results(folder):
+    for result in sorted(
+        layer_results(folder), key=lambda one: (len(one["points"]), one["created"])
+    ):
         setting = result["setting"]
         ranks = f"EP={setting['ep']}{' loopback' if setting['loopback'] else ''}"
         for point in result["points"]:
