@@ -163,7 +163,7 @@ def _where(ranks: list[subprocess.Popen], folder: Path) -> str:
     slow = [rank for rank, process in enumerate(ranks) if process.poll() is None]
     for rank in slow:
         ranks[rank].send_signal(signal.SIGUSR1)
-    time.sleep(1.0)
+    time.sleep(2.0)
     said = (f"rank {rank} said last:\n{_tail(folder, rank, lines=STACK_LINES)}" for rank in slow)
     return "\n".join(said)
 
