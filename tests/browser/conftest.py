@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "site"
+INDEX = "search/search_index.json"
 SCREENSHOTS = Path(os.environ.get("EPMOE_SCREENSHOTS", ROOT / "build" / "screenshots"))
 CHROMIUM = (
     os.environ.get("EPMOE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -85,10 +87,16 @@ class Watch:
 
 @pytest.fixture
 def open_context(browser: "Browser", site: str):
-    """Make a context: scheme "light" or "dark", width in pixels."""
+    """Make a context: scheme "light" or "dark", width in pixels.
+
+    Every page indexes the whole site for its search, which takes longer than all the rest of it: only `search` lets it
+    have more than an empty index.
+    """
     made: list[tuple[BrowserContext, Watch]] = []
 
-    def new(scheme: str = "light", width: int = 1280, motion: str = "reduce") -> "Page":
+    def new(
+        scheme: str = "light", width: int = 1280, motion: str = "reduce", search: bool = False
+    ) -> "Page":
         context = browser.new_context(
             viewport={"width": width, "height": 900},
             color_scheme=scheme,  # pyright: ignore[reportArgumentType]
@@ -99,6 +107,9 @@ def open_context(browser: "Browser", site: str):
             body=re.sub(r"<loc>[^<]*?//[^/<]*/", f"<loc>{site}", (SITE / "sitemap.xml").read_text()),
             content_type="application/xml",
         ))  # fmt: skip
+        if not search:
+            empty = json.loads((SITE / INDEX).read_text()) | {"docs": []}
+            context.route(f"**/{INDEX}", lambda route: route.fulfill(json=empty))
         page, watch = context.new_page(), Watch(site)
         watch.on(page)
         made.append((context, watch))

@@ -97,7 +97,7 @@ def test_diagrams_are_drawn(open_context):
 
 
 def test_search_finds(open_context):
-    page = open_context()
+    page = open_context(search=True)
     visit(page, "")
     page.locator("input.md-search__input").click()
     expect(page.locator(".md-search-result__meta")).not_to_have_text(re.compile("Initializing"))
