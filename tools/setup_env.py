@@ -66,8 +66,8 @@ def works(python: Path) -> bool:
 def pip(python: Path, *arguments: str) -> None:
     """Run pip in the environment; raises CalledProcessError after pip has said what is wrong."""
     command = [str(python), "-m", "pip", arguments[0], "-qq", *arguments[1:]]
-    if arguments[0] == "install":
-        # Python compiles what is imported; compiling everything would take a minute for files that nobody imports
+    if arguments[0] == "install" and not sys.dont_write_bytecode:
+        # Python compiles what it imports, once; compiling all would take a minute for files that nobody imports
         command.append("--no-compile")
     environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     subprocess.run(command, check=True, env=environment)
