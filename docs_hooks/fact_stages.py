@@ -53,7 +53,8 @@ def ledger_source() -> str:
     if not path.is_file():
         return "The counts are not measured yet: `epmoe tour --json benchmarks/results/ledger-cpu.json` makes them."
     data = json.loads(path.read_text())
-    return f"Counts: `{report.RESULTS}/{report.LEDGER}`, one call of `epmoe tour`, {data['where']}, {data['layer']}."
+    layer = data["layer"].replace("\n", ", ")
+    return f"Counts: `{report.RESULTS}/{report.LEDGER}`, one call of `epmoe tour`, {data['where']}, {layer}."
 
 
 @fact
@@ -115,11 +116,7 @@ def where_they_lose() -> str:
 @fact
 def results_list() -> str:
     """Pages made of committed measurements."""
-    pages = (
-        sorted((ROOT / "docs" / "ladder").glob("*.md"))
-        if (ROOT / "docs" / "ladder").is_dir()
-        else []
-    )
+    pages = [p for p in sorted((ROOT / "docs/ladder").glob("*.md")) if p.stem != "index"]
     if not pages:
         return "No run on a GPU is committed: not measured yet."
     titles = {
