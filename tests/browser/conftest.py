@@ -28,22 +28,65 @@ else:
     expect.set_options(timeout=15_000)
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
+class Served(http.server.SimpleHTTPRequestHandler):
+    """The site as it would be at its address, with or without what its search knows.
+
+    Answered here and not by Playwright's routes: with those a browser keeps nothing that it has loaded before.
+    """
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, *args, search: bool, **kwargs):
+        self.search = search
+        super().__init__(*args, **kwargs)
+
     def log_message(self, format, *args):
         pass
 
+    def do_GET(self):
+        if self.path.endswith("/sitemap.xml"):
+            home = f"<loc>http://{self.headers['Host']}/"
+            text = re.sub(r"<loc>[^<]*?//[^/<]*/", home, (SITE / "sitemap.xml").read_text())
+            self._answer(text, "application/xml")
+        elif self.path.endswith(f"/{INDEX}") and not self.search:
+            known = json.loads((SITE / INDEX).read_text()) | {"docs": []}
+            self._answer(json.dumps(known), "application/json")
+        else:
+            super().do_GET()
 
-@pytest.fixture(scope="session")
-def site() -> Iterator[str]:
-    """The address of the built site."""
+    def _answer(self, text: str, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+def serve(search: bool) -> Iterator[str]:
     if not (SITE / "index.html").is_file():
         pytest.skip("the site is not built: make docs")
-    handler = functools.partial(Quiet, directory=str(SITE))
+    handler = functools.partial(Served, directory=str(SITE), search=search)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[str]:
+    """The address of the built site.
+
+    Every page indexes the whole site for its search, which takes longer than all the rest of it: here it finds nothing
+    to index.
+    """
+    yield from serve(search=False)
+
+
+@pytest.fixture(scope="session")
+def searched_site() -> Iterator[str]:
+    """The same, with all that its search knows."""
+    yield from serve(search=True)
 
 
 @pytest.fixture(scope="session")
@@ -87,30 +130,19 @@ class Watch:
 
 @pytest.fixture
 def open_context(browser: "Browser", site: str):
-    """Make a context: scheme "light" or "dark", width in pixels.
-
-    Every page indexes the whole site for its search, which takes longer than all the rest of it: only `search` lets it
-    have more than an empty index.
-    """
+    """Make a context: scheme "light" or "dark", width in pixels, `at` the address of the site."""
     made: list[tuple[BrowserContext, Watch]] = []
 
     def new(
-        scheme: str = "light", width: int = 1280, motion: str = "reduce", search: bool = False
+        scheme: str = "light", width: int = 1280, motion: str = "reduce", at: str = site
     ) -> "Page":
         context = browser.new_context(
             viewport={"width": width, "height": 900},
             color_scheme=scheme,  # pyright: ignore[reportArgumentType]
             reduced_motion=motion,  # pyright: ignore[reportArgumentType]
-            base_url=site,
+            base_url=at,
         )
-        context.route("**/sitemap.xml", lambda route: route.fulfill(
-            body=re.sub(r"<loc>[^<]*?//[^/<]*/", f"<loc>{site}", (SITE / "sitemap.xml").read_text()),
-            content_type="application/xml",
-        ))  # fmt: skip
-        if not search:
-            empty = json.loads((SITE / INDEX).read_text()) | {"docs": []}
-            context.route(f"**/{INDEX}", lambda route: route.fulfill(json=empty))
-        page, watch = context.new_page(), Watch(site)
+        page, watch = context.new_page(), Watch(at)
         watch.on(page)
         made.append((context, watch))
         return page
