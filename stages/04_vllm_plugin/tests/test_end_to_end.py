@@ -1,6 +1,6 @@
 """A real model's text with its experts on a stage: the same ids as from vLLM alone, others once an expert is spoilt.
 
-Every engine is a process or two of its own, forked from one that has imported vLLM; two tests are about a fresh start.
+Every engine is a process or two of its own, forked from one that has imported vLLM; one test makes a fresh start.
 vLLM's own expert parallelism does not run on its CPU backend, so what the stages are held against is vLLM on one rank.
 The fused stage runs its real kernels through Triton's interpreter, which is slow: it gets short prompts and few tokens.
 """
@@ -143,11 +143,13 @@ load(EPMOE_STAGE="fast")
 """
 
 
-def test_on_off_twice_and_unknown(vllm_python):
+def test_on_off_twice_and_unknown(warm_python, tmp_path):
     """Off means that nothing of vLLM is replaced; an unknown stage ends the start with the list."""
     env = engines.environment(NATIVE, "cpu", {})
+    program = tmp_path / "switch.py"
+    program.write_text(SWITCH)
     done = subprocess.run(
-        [vllm_python, "-c", SWITCH],
+        [warm_python, str(program)],
         env=env,
         capture_output=True,
         text=True,
