@@ -112,26 +112,52 @@ def test_table():
         figures_page.table({})
 
 
-def test_measured_reads_committed_results(tmp_path):
-    assert figures_page.measured("00_slow", tmp_path) == "not measured yet"
-    assert figures_page.measured("00_slow", tmp_path / "none") == "not measured yet"
-    run = Result(
-        created="2026-01-01T00:00:00Z",
+def one_run(medians: dict[str, float], created="2026-01-01", sizes=(8,)) -> Result:
+    """A loopback run in which every subject took medians[name] microseconds at all sizes."""
+    subjects = {
+        name: Measured(mode="graph", median_us=us, over_floor=[1.5, 1.4, 1.6])
+        for name, us in medians.items()
+    }
+    subjects["01_failed"] = Measured(mode="graph", error="no kernel")
+    return Result(
+        created=created,
         command="epmoe bench",
         machine={"device": "H200"},
         setting={"ep": 4, "loopback": True},
-        points=[
-            Point(
-                tokens=8,
-                draws=[],
-                subjects={
-                    "00_slow": Measured(mode="graph", median_us=12.5, over_floor=[1.5, 1.4, 1.6]),
-                    "01_failed": Measured(mode="graph", error="no kernel"),
-                },
-                ratios=[],
-            )
-        ],
+        points=[Point(tokens=t, draws=[], subjects=subjects, ratios=[]) for t in sizes],
     )
+
+
+def test_the_widest_run_of_a_setting_counts_then_the_newest(tmp_path):
+    one_run({"00_slow": 10.5}, sizes=(8, 1)).save(tmp_path / "wide.json")
+    one_run({"00_slow": 20.5}, "2026-02-01").save(tmp_path / "a-newer.json")
+    lines = figures_page.measured("00_slow", tmp_path).splitlines()[1:]
+    assert [line.split()[-2] for line in lines] == ["10.5", "10.5"]
+    one_run({"00_slow": 30.5}, "2026-03-01", sizes=(8, 1)).save(tmp_path / "b-newest.json")
+    lines = figures_page.measured("00_slow", tmp_path).splitlines()[1:]
+    assert [line.split()[-2] for line in lines] == ["30.5", "30.5"]
+
+
+def test_what_a_layer_loses_without_a_part(tmp_path):
+    assert figures_page.ablations("03_fast", tmp_path) == "not measured yet"
+    both = {"03_fast": 10.0, "03_fast:-pack": 12.5, "00_slow": 99.0}
+    one_run(both, sizes=(8, 1)).save(tmp_path / "a.json")
+    lines = figures_page.ablations("03_fast", tmp_path).splitlines()
+    assert lines[0].split() == ["one", "GPU's", "share", "of", "EP=4,", "without", "T=1", "T=8"]
+    assert [line.split() for line in lines[1:]] == [["pack", "+2.5", "+2.5"]]
+
+
+def test_times_of_named_runs_by_size(tmp_path):
+    one_run({"00_slow": 1234.4}, sizes=(8, 1)).save(tmp_path / "a.json")
+    lines = figures_page.times("00_slow", {"before": "a", "after": "a"}, tmp_path).splitlines()
+    assert lines[0].split() == ["T=1", "T=8"]
+    assert lines[1].split() == ["before", "1,234", "1,234"]
+
+
+def test_measured_reads_committed_results(tmp_path):
+    assert figures_page.measured("00_slow", tmp_path) == "not measured yet"
+    assert figures_page.measured("00_slow", tmp_path / "none") == "not measured yet"
+    run = one_run({"00_slow": 12.5})
     run.save(tmp_path / "a.json")
     (tmp_path / "b.json").write_text('{"kind": "ledger"}')
     lines = figures_page.measured("00_slow", tmp_path).splitlines()

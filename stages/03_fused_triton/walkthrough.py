@@ -33,7 +33,7 @@
 # ledger on real ranks:
 
 # %% tags=["hide-input"]
-from epmoe.core.figures.page import counted, layer_results, measured, prove, root, table
+from epmoe.core.figures.page import ablations, counted, measured, prove, table, times
 from epmoe.core.launch import RankPool
 from epmoe.core.plan import plan
 from epmoe.core.shape import SHAPES
@@ -483,20 +483,11 @@ for words, situation in asked.items():
 # a prefill on one GPU's share of four ranks, microseconds:
 
 # %% tags=["hide-input"]
-import json
-
 runs = {
     "whole tiles": "h200-loopback-ep4-prefill",
     "half tiles": "tried/h200-half-tiles-ep4-prefill",
 }
-prefill = {}
-for words, name in runs.items():
-    run = json.loads((root() / f"benchmarks/results/{name}.json").read_text())
-    prefill[words] = {
-        f"T={point['tokens']}": round(point["subjects"]["03_fused_triton"]["median_us"])
-        for point in sorted(run["points"], key=lambda point: point["tokens"])
-    }
-print(table(prefill, ""))
+print(times("03_fused_triton", runs))
 
 # %% [markdown]
 # The tuner's rows had lain side by side. Those of an exchange are packed with their slots and weights, begin anywhere
@@ -593,20 +584,7 @@ for name, row in ladder.items():
 # to do without:
 
 # %% tags=["hide-input"]
-shown = []
-for result in layer_results():
-    without: dict[str, dict[str, str]] = {}
-    for point in sorted(result["points"], key=lambda point: point["tokens"]):
-        for name, one in point["subjects"].items():
-            if name.startswith("03_fused_triton:-") and one["median_us"]:
-                most = one["median_us"] - point["subjects"]["03_fused_triton"]["median_us"]
-                cells = without.setdefault(name.split(":-")[1], {})
-                cells[f"T={point['tokens']}"] = f"{most:+.1f}"
-    if without:
-        setting = result["setting"]
-        place = "one GPU's share of" if setting["loopback"] else "over NVLink,"
-        shown.append(table(without, f"{place} EP={setting['ep']}, without"))
-print("\n\n".join(shown) or "not measured yet")
+print(ablations("03_fused_triton"))
 
 # %% [markdown]
 # Pack (without it the router falls back to torch as well) and metadata cost the same dozens of microseconds at every

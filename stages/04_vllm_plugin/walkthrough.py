@@ -258,8 +258,8 @@ if not on_gpus:
 # - **Quantised models.** The stages multiply bfloat16; vLLM serves most large models in eight or four bits.
 # - **Stages that wait for the host** cost the whole model its CUDA graphs, attention included. The plugin refuses them
 #   until graphs are switched off, since nobody should find that out from a latency plot.
-# - **Several GPUs.** On two, with data parallelism, stages 02 and 03 in vLLM's CUDA graphs hung in their first steps,
-#   though the same layers replay over the same GPUs outside of vLLM. Until somebody knows why, the plugin wants
+# - **Several GPUs.** On two, with data parallelism, the stages that vLLM can capture hung in the first steps of its
+#   graphs, though the same layers replay over the same GPUs outside of vLLM. Until somebody knows why, the plugin wants
 #   `--enforce-eager` there, and native vLLM keeps its graphs.
 # - **The router is vLLM's kernel.** A stage that fuses the router into its pack kernel cannot do so here.
 # - **End to end hides.** Attention, sampling and scheduling take most of a small model's time. A layer twice as fast

@@ -143,3 +143,37 @@ def measured(stage: str, folder: Path | None = None) -> str:
             }
     rows = {f"{where}, T={tokens}": found[where, tokens] for where, tokens in sorted(found)}
     return table(rows, "whole layer") if rows else NOT_MEASURED
+
+
+def times(stage: str, runs: Mapping[str, str], folder: Path | None = None) -> str:
+    """Microseconds of `stage` by size, a row for each of `runs`: words -> name of a committed result."""
+    folder, rows = folder or root() / "benchmarks" / "results", {}
+    for words, name in runs.items():
+        run = json.loads((folder / f"{name}.json").read_text())
+        rows[words] = {
+            f"T={point['tokens']}": round(point["subjects"][stage]["median_us"])
+            for point in _by_size(run)
+        }
+    return table(rows, "")
+
+
+def ablations(stage: str, folder: Path | None = None) -> str:
+    """Microseconds that `stage` loses without one of its fusions, in every committed run that switched one off."""
+    shown = []
+    for run in layer_results(folder):
+        without: dict[str, dict[str, str]] = {}
+        for point in _by_size(run):
+            whole = point["subjects"].get(stage, {}).get("median_us")
+            for name, one in point["subjects"].items():
+                if name.startswith(f"{stage}:-") and one["median_us"] and whole:
+                    cells = without.setdefault(name.split(":-")[1], {})
+                    cells[f"T={point['tokens']}"] = f"{one['median_us'] - whole:+.1f}"
+        if without:
+            setting = run["setting"]
+            place = "one GPU's share of" if setting["loopback"] else "over NVLink,"
+            shown.append(table(without, f"{place} EP={setting['ep']}, without"))
+    return "\n\n".join(shown) or NOT_MEASURED
+
+
+def _by_size(run: dict[str, Any]) -> list[dict[str, Any]]:
+    return sorted(run["points"], key=lambda point: point["tokens"])
