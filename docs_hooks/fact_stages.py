@@ -1,6 +1,7 @@
 """Tables about the stages: what each does, declares, takes and where it loses; results and the glossary."""
 
 import json
+from typing import Any
 
 from docs_hooks.fact_tables import ROOT, fact, markdown_table, measured_results
 
@@ -24,20 +25,32 @@ def against_vllm_table() -> str:
 
 @fact
 def suite_table() -> str:
-    """Runs of the conformance suite on GPUs, by stage or pair, from the committed records of `--record`."""
-    rows = []
+    """Runs of the conformance suite on GPUs, the fullest of each stage or pair, from records of `--record`."""
+    fullest: dict[tuple[str, str], list[str]] = {}
     for path in sorted((ROOT / report.RESULTS).glob("suite-*.json")):
         run = json.loads(path.read_text())
-        checks = run.get("checks")
-        whole = "?"  # the first records do not say how many checks there were
-        if checks:
-            whole = "whole" if checks["ended"] == checks["collected"] else "in part"
         for stage, found in run["stages"].items():
-            counts = [str(found.get(outcome, 0)) for outcome in ("passed", "skipped", "failed")]
-            where = f"{run['where']}, {run['machine']['device']}"
-            rows.append([f"`{stage}`", where, whole, run["machine"]["git_sha"][:12], *counts])
-    head = ["stage or pair", "where", "suite", "commit", "passed", "skipped", "failed"]
-    return markdown_table(head, sorted(rows), 4)
+            passed, *others = (str(found.get(o, 0)) for o in ("passed", "skipped", "failed"))
+            place, commit = _place(run), run["machine"]["git_sha"][:12]
+            row = [f"`{stage}`", place, commit, _whole(run), passed, *others]
+            known = fullest.get((stage, place))
+            if known is None or int(passed) >= int(known[4]):
+                fullest[stage, place] = row
+    head = ["stage or pair", "where", "commit", "suite", "passed", "skipped", "failed"]
+    return markdown_table(head, [fullest[key] for key in sorted(fullest)], 4)
+
+
+def _place(run: dict[str, Any]) -> str:
+    """In few words: the record says which device each rank had."""
+    ranks, device = run["where"].split()[0], run["machine"]["device"].removeprefix("NVIDIA ")
+    return f"{ranks} ranks, one {device}" if "share" in run["where"] else f"{ranks} {device}s"
+
+
+def _whole(run: dict[str, Any]) -> str:
+    checks = run.get("checks")
+    if checks is None:
+        return "?"  # the first records do not say how many checks there were
+    return "whole" if checks["ended"] == checks["collected"] else "in part"
 
 
 @fact

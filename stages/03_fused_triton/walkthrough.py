@@ -490,9 +490,10 @@ runs = {
 print(times("03_fused_triton", runs))
 
 # %% [markdown]
-# The tuner's rows had lain side by side. Those of an exchange are packed with their slots and weights, begin anywhere
-# in a cache line, and are slower to gather; the copies that TMA wants pay off then. Now the tuner packs its rows, and
-# half tiles are gone. (At the shortest of these prompts the tile itself is new: it had been a neighbour's.)
+# The tuner's rows had lain side by side. Those of an exchange are packed with their slots and weights and begin
+# anywhere in a cache line, which should make them slower to gather, so that the copies for TMA pay off; how much of
+# the difference that is, we did not measure apart. Now the tuner packs its rows, and half tiles are gone. (At the
+# shortest of these prompts the tile itself is new: it had been a neighbour's.)
 #
 # A tile says in which order products are added. So a token's last bits may depend on how many other tokens came with
 # it: another T, another tile. Training and debugging want otherwise. `batch_invariant=True` pins the tile of C for
