@@ -19,6 +19,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 help:
 	@echo "make setup       the environment in $(VENV), once"
+	@echo "make setup-vllm  vLLM's environment, for the tests of its plugin"
 	@echo "make tour        every stage on this machine, in about a minute"
 	@echo "make test        the whole suite"
 	@echo "make test-gpu    what needs a GPU"
@@ -29,13 +30,18 @@ help:
 
 setup: $(VENV)/.ready-dev
 
+define need-python
+@if [ -z "$(PYTHON)" ]; then echo "no Python >= 3.11 found: install one, or name it with PYTHON=..." >&2; exit 1; fi
+endef
+
 # a stamp per extra: setting up again happens only when the requirements change
 $(VENV)/.ready-%: pyproject.toml constraints.txt tools/setup_env.py
-	@if [ -z "$(PYTHON)" ]; then echo "no Python >= 3.11 found: install one, or name it with PYTHON=..." >&2; exit 1; fi
+	$(need-python)
 	@"$(PYTHON)" tools/setup_env.py $(or $(EXTRAS),$*)
 
 # vLLM's environment, in which the tests of its plugin run
 setup-vllm:
+	$(need-python)
 	@"$(PYTHON)" tools/setup_vllm_env.py
 
 tour: setup

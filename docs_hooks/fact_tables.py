@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from epmoe.core.bench import report
+from epmoe.core.bench.headline import markdown_table
 from epmoe.core.bench.results import Result
 from epmoe.core.plan import SCHEMES, expected_active, expected_load, expert_bytes, plan, wire_bytes
 from epmoe.core.plan.gpus import GPUS
@@ -26,12 +27,6 @@ def fact(function: Callable[..., str]) -> Callable[..., str]:
 def measured_results() -> Mapping[str, Result]:
     """The committed measurements by file name, read once: each is held against its samples, which takes seconds."""
     return report.read_results(ROOT)[0]
-
-
-def markdown_table(head: list[str], rows: list[list[str]], numbers: int = 0) -> str:
-    """A Markdown table; columns from `numbers` on are right-aligned."""
-    marks = ["---" if n < numbers else "---:" for n in range(len(head))]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *rows))
 
 
 @fact

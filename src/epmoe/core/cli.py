@@ -129,7 +129,9 @@ def tune(
     ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    candidates: Annotated[int, typer.Option(min=1, help="How many to try of each product.")] = 40,
+    candidates: Annotated[
+        int, typer.Option(min=1, help="How many tiles to try of each product.")
+    ] = 40,
     out: Annotated[
         Path | None, typer.Option(help="The file; by default the one that layers read.")
     ] = None,

@@ -29,7 +29,7 @@ class Request:
         rank: the rank whose experts are measured, where one process plays it; None: every rank its own.
         tokens: T per rank.
         dtype: of the layer.
-        candidates: how many configurations of each product to try.
+        candidates: how many tiles of each product to try; a stage may try other schedules of the fastest besides.
         repeats: timed calls of each.
         layers: weight sets to go round, so that weights come from memory and not from a cache.
         seed: of the routing; other draws than anything that is reported.

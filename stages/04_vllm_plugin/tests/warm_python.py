@@ -166,7 +166,10 @@ def receive(client: socket.socket) -> tuple[dict, list[int]]:
     head, fds, _, _ = socket.recv_fds(client, 4, 2)
     wanted, text = struct.unpack("!I", head)[0], b""
     while len(text) < wanted:
-        text += client.recv(wanted - len(text))
+        part = client.recv(wanted - len(text))
+        if not part:
+            raise EOFError("who asked has ended in the middle of the order")
+        text += part
     return json.loads(text), fds
 
 

@@ -21,6 +21,12 @@ _NAMES = {
 Table = tuple[list[str], list[list[str]]]
 
 
+def markdown_table(head: list[str], rows: list[list[str]], numbers: int = 0) -> str:
+    """A Markdown table; columns from `numbers` on are right-aligned."""
+    marks = ["---" if n < numbers else "---:" for n in range(len(head))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *rows))
+
+
 def where(result: Result) -> str:
     """The machine in a few words: how many GPUs, or that one plays a share."""
     device, ep = result.machine["device"].removeprefix("NVIDIA "), result.setting["ep"]

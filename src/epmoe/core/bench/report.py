@@ -101,9 +101,7 @@ def _kind(path: Path) -> str | None:
 
 def ladder(root: Path, stages: Sequence[str], measured: Mapping[str, Result]) -> str:
     """The table, in Markdown."""
-    head, rows = ladder_table(root, stages, measured, "stages/{}/README.md")
-    lines = [head, ["---", "---", "---:", "---:", "---:", "---:"], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return headline.markdown_table(*ladder_table(root, stages, measured, "stages/{}/README.md"), 2)
 
 
 def ladder_table(
@@ -191,8 +189,7 @@ def against(stages: Sequence[str], measured: Mapping[str, Result]) -> str:
     head, rows = headline.against_vllm(measured, stages[-1])
     if not rows:
         return f"Against vLLM: {NOT_MEASURED}."
-    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return headline.markdown_table(head, rows, 2)
 
 
 def with_tables(readme: Path, tables: Mapping[str, str]) -> str:

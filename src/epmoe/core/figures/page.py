@@ -170,7 +170,7 @@ def ablations(stage: str, folder: Path | None = None) -> str:
                     cells[f"T={point['tokens']}"] = f"{one['median_us'] - whole:+.1f}"
         if without:
             setting = run["setting"]
-            place = "one GPU's share of" if setting["loopback"] else "over NVLink,"
+            place = "one GPU's share of" if setting["loopback"] else "real ranks,"
             shown.append(table(without, f"{place} EP={setting['ep']}, without"))
     return "\n\n".join(shown) or NOT_MEASURED
 

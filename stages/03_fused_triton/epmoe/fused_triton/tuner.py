@@ -112,7 +112,11 @@ class Search:
     """The fastest configuration of one product by rows of a tile, as all ranks see it; collective.
 
     Attributes:
-        best: tile rows -> (seconds, configuration).
+        group: the ranks that time together.
+        bench: this rank's rows and weights.
+        which: "gate_up" or "down".
+        repeats: timed calls of each configuration.
+        best: rows of a tile -> (seconds, configuration).
         tried: how many were timed.
         reasons: why some failed, and how often.
     """
@@ -147,7 +151,10 @@ class Search:
 
 
 def schedules(limits: "DeviceLimits") -> list[dict[str, int]]:
-    """Changes of a configuration that leave its tiles as they are; none where kernels are interpreted, one by one."""
+    """Changes of a configuration in all but block_m, block_n, block_k, pipeline depth and warps.
+
+    None without TMA: so none in the interpreter, which runs programs one by one.
+    """
     if not limits.tma:
         return []
     rows = [{"tma_rows": True}, {"tma_rows": True, "block_r": 64}]
