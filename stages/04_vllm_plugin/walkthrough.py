@@ -238,7 +238,8 @@ ledger_bars(
 # is turned, in the weights that vLLM holds, and the text has to change. And ids are coarse, one number out of hundreds:
 # log-probabilities show what they hide.
 #
-# The same on a GPU, with CUDA graphs where a stage can be captured:
+# The same on GPUs, with CUDA graphs where a stage can be captured; with two ranks every rank serves requests of its own
+# and the experts are spread over both:
 
 # %%
 on_gpus = sorted(results.glob("compare-h200*.json"))
@@ -258,9 +259,6 @@ if not on_gpus:
 # - **Quantised models.** The stages multiply bfloat16; vLLM serves most large models in eight or four bits.
 # - **Stages that wait for the host** cost the whole model its CUDA graphs, attention included. The plugin refuses them
 #   until graphs are switched off, since nobody should find that out from a latency plot.
-# - **Several GPUs.** On two, with data parallelism, the stages that vLLM can capture hung in the first steps of its
-#   graphs, though the same layers replay over the same GPUs outside of vLLM. Until somebody knows why, the plugin wants
-#   `--enforce-eager` there, and native vLLM keeps its graphs.
 # - **The router is vLLM's kernel.** A stage that fuses the router into its pack kernel cannot do so here.
 # - **End to end hides.** Attention, sampling and scheduling take most of a small model's time. A layer twice as fast
 #   may not show at all, and a comparison of whole servers is no way to compare layers. It shows that nothing broke.

@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from epmoe.core import stacks
+
 # The child takes over the parent's sys.path before it imports anything of ours.
 _BOOT = (
     "import json, sys; config = json.loads(sys.argv.pop(1)); sys.path[:] = config['path']; "
@@ -67,8 +69,7 @@ class RankProcess:
 
     def dump_stack(self) -> None:
         """Ask the rank, whatever it is doing, to write its Python stacks to stderr."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
+        stacks.ask(self.process)
 
     def how_it_died(self) -> str:
         """The exit code or the signal's name; call it when the connection is at its end."""

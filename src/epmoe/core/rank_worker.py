@@ -22,7 +22,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from epmoe.core import groups
+from epmoe.core import groups, stacks
 
 # What a rank says when it fails only because another one did.
 _CONSEQUENCE = re.compile(
@@ -50,7 +50,7 @@ class Outcome:
 def main(config: dict[str, Any]) -> None:
     """Run until told to stop. `config` is what `rank_process.RankProcess` passes."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    stacks.tell_on_request()
     os.set_inheritable(config["fd"], False)
     conn = Connection(config["fd"])
     _end_with_parent(config)

@@ -1,6 +1,8 @@
 """What a stage gets from vLLM, and what vLLM adds around it."""
 
 # pyright: reportMissingImports=false
+from types import SimpleNamespace
+
 import torch
 from cases_bench import (
     FIRST,
@@ -14,9 +16,11 @@ from cases_bench import (
     using,
 )
 
+from epmoe.core import groups
 from epmoe.core.routing import RouterConfig
 from epmoe.core.weights import ExpertWeights, random_weights
 from epmoe.vllm_plugin import bare, layout
+from epmoe.vllm_plugin import runner as runner_module
 
 # ---- what vLLM hands over
 
@@ -241,3 +245,34 @@ def case_one_graph_for_all_batches(bench):
             y_TH = compiled(x_TH.clone(), logits_TE.clone())
         near(y_TH, 2 * by_hand(SMALL, weights, x_TH, logits_TE))
     assert counter.frame_count == 1, f"{counter.frame_count} graphs for three batch sizes"
+
+
+def case_graphs_end_before_the_group_that_they_exchange_over(bench):
+    """NCCL waits for the graphs that hold its collectives, and vLLM drops some of them only after its groups."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    order = []
+
+    class Graph:
+        def __del__(self):
+            order.append("graph")
+
+    class Coordinator:
+        device_group = cpu_group = None
+
+        def destroy(self):
+            order.append("group")
+
+    wrapper = object.__new__(CUDAGraphWrapper)  # a whole one wants a GPU
+    wrapper.concrete_cudagraph_entries = {1: Graph()}
+    CUDAGraphWrapper._all_instances.add(wrapper)
+    coordinator, grid = Coordinator(), SimpleNamespace(use_ep=True, ep_size=2)
+    layer = SimpleNamespace(device="cpu", moe_parallel_config=grid)
+    with (
+        changed(runner_module, get_ep_group=lambda: coordinator),
+        changed(groups, join=lambda *_, **__: None),
+    ):
+        runner_module.shared_by_layers(layer)
+        runner_module.shared_by_layers(layer)  # the next one shares it
+    coordinator.destroy()
+    assert order == ["graph", "group"]

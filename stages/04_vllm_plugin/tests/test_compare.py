@@ -4,7 +4,6 @@ import io
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,15 +123,12 @@ def test_the_slowest_rank_is_the_time():
     assert result.against_native == (2.0, 2.0, 2.0)
 
 
-def test_native_has_one_rank_on_a_cpu_and_stages_their_graphs_on_a_gpu(monkeypatch):
+def test_native_has_one_rank_on_a_cpu_and_stages_their_graphs_on_a_gpu():
     plan = Plan(model="m", stages=(NATIVE, "01_variable_a2a"), dp=2, compiled=True)
     job, _ = job_for(plan, NATIVE, REQUESTS)
     assert (job.dp, job.eager) == (1, False)
     on_gpu = Plan(model="m", stages=(NATIVE, STAGE), dp=2, compiled=True, device="cuda")
     assert job_for(on_gpu, NATIVE, REQUESTS)[0].dp == 2
-    assert job_for(on_gpu, STAGE, REQUESTS)[0].eager, "graphs over ranks have to be asked for"
-    assert not job_for(replace(on_gpu, dp=1), STAGE, REQUESTS)[0].eager
-    monkeypatch.setenv("EPMOE_GRAPHS_OVER_RANKS", "1")
     assert not job_for(on_gpu, STAGE, REQUESTS)[0].eager
     assert job_for(on_gpu, "01_variable_a2a", REQUESTS)[0].eager
 
@@ -208,7 +204,7 @@ def test_shared_memory_that_ranks_leave_behind_goes_with_them(tmp_path, monkeypa
 
 def test_a_rank_that_hangs_is_ended(tmp_path, monkeypatch):
     """And says where it was."""
-    text = "import time; from epmoe.vllm_plugin import engines; engines.stack_on_request()\n"
+    text = "import time; from epmoe.core import stacks; stacks.tell_on_request()\n"
     text += (
         "def wait_for_ever():\n    print('waiting', flush=True); time.sleep(60)\nwait_for_ever()"
     )

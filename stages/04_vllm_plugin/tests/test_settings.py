@@ -39,7 +39,6 @@ def test_everything_at_once():
             "EPMOE_FALLBACK": "native",
             "EPMOE_CAPACITY": "512",
             "EPMOE_COUNT": "1",
-            "EPMOE_GRAPHS_OVER_RANKS": "1",
             "EPMOE_REPORT": "/somewhere",
         }
     )
@@ -49,7 +48,6 @@ def test_everything_at_once():
         fallback=True,
         capacity=512,
         count=True,
-        graphs_over_ranks=True,
         report="/somewhere",
     )
 

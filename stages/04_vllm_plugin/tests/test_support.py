@@ -1,6 +1,5 @@
 """Every reason to refuse a layer, with stand-ins for vLLM's objects. The same with real ones: test_in_vllm.py."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ Router = type("FusedTopKRouter", (), {})
 CAPTURABLE = Capabilities(graph_capturable=True)
 
 
-def parts(device="cpu", graphs_over_ranks=False, **changes) -> LayerParts:
+def parts(device="cpu", **changes) -> LayerParts:
     """A layer that can be served, with `changes` such as moe__has_bias=True."""
     grid = SimpleNamespace(
         enable_eplb=False,
@@ -82,13 +81,12 @@ def parts(device="cpu", graphs_over_ranks=False, **changes) -> LayerParts:
         device_type=device,
         arch=(9, 0) if device == "cuda" else None,
         transport="nccl" if device == "cuda" else "gloo",
-        graphs_over_ranks=graphs_over_ranks,
     )
 
 
 def test_a_plain_layer_has_no_reason_against_it():
     assert reasons_against(parts(), Capabilities()) == []
-    assert reasons_against(parts("cuda", graphs_over_ranks=True), CAPTURABLE) == []
+    assert reasons_against(parts("cuda"), CAPTURABLE) == []
 
 
 REASONS = [
@@ -144,17 +142,6 @@ def test_a_stage_that_waits_for_the_host_refuses_graphs_and_names_the_option():
     assert reasons_against(eager, Capabilities()) == []
     undecided = parts("cuda", compilation__cudagraph_mode=None)
     assert len(reasons_against(undecided, Capabilities())) == 1
-
-
-def test_graphs_over_ranks_are_refused_until_they_are_asked_for():
-    (reason,) = reasons_against(parts("cuda"), CAPTURABLE)
-    assert "--enforce-eager" in reason
-    assert "EPMOE_GRAPHS_OVER_RANKS=1" in reason
-    assert reasons_against(parts("cuda", graphs_over_ranks=True), CAPTURABLE) == []
-    eager = parts("cuda", compilation__cudagraph_mode=SimpleNamespace(name="NONE"))
-    assert reasons_against(eager, CAPTURABLE) == []
-    alone = replace(parts("cuda"), transport="single")
-    assert reasons_against(alone, CAPTURABLE) == []
 
 
 def test_what_the_stage_declares_counts_too():

@@ -12,7 +12,7 @@ from epmoe.core.errors import InputError, RankFailedError, RunTimeoutError
 from epmoe.vllm_plugin import engines
 from epmoe.vllm_plugin.jobs import Job, Request
 from epmoe.vllm_plugin.judge import Outcome, StageResult, judge
-from epmoe.vllm_plugin.settings import NATIVE, graphs_over_ranks
+from epmoe.vllm_plugin.settings import NATIVE
 
 PROMPTS = (
     "def main():\n    ",
@@ -36,8 +36,8 @@ class Plan:
         spread: how prompts go to data-parallel ranks: "even" in turn, "uneven" (the last rank has one, the first ones
             share the others), "one" (the first has all, the others only follow).
         dtype, device: as vLLM takes them.
-        compiled: as vLLM runs by default: torch.compile, and CUDA graphs on a GPU; stages that cannot be captured, or
-            not over several ranks, run eagerly all the same.
+        compiled: as vLLM runs by default: torch.compile, and CUDA graphs on a GPU; stages that cannot be captured run
+            eagerly all the same.
         rounds, repeats: every stage runs in `rounds` fresh engines in turn, each of which is timed `repeats` times.
         sabotage: an expert that is spoilt in one more generation of each run: the text has to change.
         options: of the stages, by registered name.
@@ -140,8 +140,7 @@ def job_for(plan: Plan, stage: str, requests: Sequence[Request]) -> tuple[Job, l
     order = spread(requests, dp, plan.spread)
     eager = not plan.compiled
     if stage != NATIVE and plan.device == "cuda":
-        captured = registry.load(stage).capabilities.graph_capturable
-        eager = eager or not captured or (dp * tp > 1 and not graphs_over_ranks())
+        eager = eager or not registry.load(stage).capabilities.graph_capturable
     job = Job(
         model=str(Path(plan.model).resolve()),
         stage=stage,

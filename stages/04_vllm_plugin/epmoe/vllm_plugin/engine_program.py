@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from epmoe.core import stacks
 from epmoe.core.bench.provenance import machine
-from epmoe.vllm_plugin import engines, report
+from epmoe.vllm_plugin import report
 from epmoe.vllm_plugin.jobs import Answer, Job
 
 TOP = 5  # log-probabilities kept of each generated token
@@ -111,7 +112,7 @@ def timed(work: Any) -> float:
 
 
 def main(job_file: str, folder: str) -> None:
-    engines.stack_on_request()
+    stacks.tell_on_request()
     rank, job = int(os.environ.get("RANK", 0)), Job.load(job_file)
     run(job, rank).save(Path(folder) / f"answer-{rank}.json")
     sys.stdout.flush()

@@ -1,7 +1,6 @@
 """Start one engine run on one or several ranks, in the Python that has vLLM, and collect what the ranks answer."""
 
 import contextlib
-import faulthandler
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from epmoe.core import stacks
 from epmoe.core.errors import RankFailedError, RunTimeoutError, UnsupportedError
 from epmoe.vllm_plugin.jobs import Answer, Job
 
@@ -159,18 +159,13 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, until: float, what: str) 
 
 
 def _where(ranks: list[subprocess.Popen], folder: Path) -> str:
-    """What every rank that still runs is doing: its stack, which `stack_on_request` puts at the end of its log."""
+    """What every rank that still runs is doing: its stack, at the end of its log."""
     slow = [rank for rank, process in enumerate(ranks) if process.poll() is None]
     for rank in slow:
-        ranks[rank].send_signal(signal.SIGUSR1)
+        stacks.ask(ranks[rank])
     time.sleep(2.0)
     said = (f"rank {rank} said last:\n{_tail(folder, rank, lines=STACK_LINES)}" for rank in slow)
     return "\n".join(said)
-
-
-def stack_on_request() -> None:
-    """In a rank's program: SIGUSR1 prints where its threads are, whichever of them the signal reaches."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _tail(folder: Path, rank: int, lines: int = KEPT_LINES) -> str:

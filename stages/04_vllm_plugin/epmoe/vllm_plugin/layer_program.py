@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epmoe.core import checkpoints
-from epmoe.vllm_plugin import engines, report
+from epmoe.core import checkpoints, stacks
+from epmoe.vllm_plugin import report
 
 
 def run(job: dict[str, Any], rank: int) -> tuple[Tensor, dict[str, Any]]:
@@ -50,7 +50,7 @@ def _mine(job: dict[str, Any], rank: int, tokens: int) -> slice:
 
 
 def main(job_file: str, folder: str) -> None:
-    engines.stack_on_request()
+    stacks.tell_on_request()
     rank, job = int(os.environ.get("RANK", 0)), json.loads(Path(job_file).read_text())
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(job["port"]))

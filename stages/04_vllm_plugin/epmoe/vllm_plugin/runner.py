@@ -28,6 +28,7 @@ from epmoe.core.errors import UnsupportedError
 from epmoe.core.placement import Placement, contiguous
 from epmoe.core.shape import MoEShape
 from epmoe.vllm_plugin import hook, layout, report
+from epmoe.vllm_plugin.graphs_end import end_graphs_before
 from epmoe.vllm_plugin.host import HostSpec, Shared, StagedExperts, placement_from_maps
 from epmoe.vllm_plugin.share import Share, capacity_for
 from epmoe.vllm_plugin.support import LayerParts, capture_sizes_over, reasons_against
@@ -171,7 +172,6 @@ class StagedMoERunner(MoERunner):
             device_type=device.type,
             arch=torch.cuda.get_device_capability(device) if on_gpu else None,
             transport="single" if ranks == 1 else "nccl" if on_gpu else "gloo",
-            graphs_over_ranks=hook.current().graphs_over_ranks,
         )
         reasons = reasons_against(parts, stage.capabilities)
         reasons += layout.reasons_against_order(self.routed_experts)
@@ -276,5 +276,6 @@ def shared_by_layers(moe: Any) -> Shared:
             group = groups.join(
                 coordinator.device_group, device, control_group=coordinator.cpu_group
             )
+            end_graphs_before(coordinator)
         _shared[coordinator] = Shared(group)
     return _shared[coordinator]

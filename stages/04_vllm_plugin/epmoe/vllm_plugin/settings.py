@@ -10,14 +10,12 @@ from typing import Any
 from epmoe.core.errors import InputError
 
 STAGE, NATIVE = "EPMOE_STAGE", "native"
-GRAPHS_OVER_RANKS = "EPMOE_GRAPHS_OVER_RANKS"
 VARIABLES = {
     STAGE: "the stage that runs the routed experts; unset or `native` leaves vLLM alone",
     "EPMOE_STAGE_OPTIONS": 'options of that stage as a JSON object, such as {"without": "merge"}',
     "EPMOE_FALLBACK": "`native`: a layer that the stage cannot serve runs on vLLM's own code, and says so",
     "EPMOE_CAPACITY": "tokens per rank that buffers are made for; larger steps run as several rounds",
     "EPMOE_COUNT": "`1`: calls are counted on the device too, so that replays of a CUDA graph show",
-    GRAPHS_OVER_RANKS: "`1`: let vLLM capture exchanges between ranks in CUDA graphs; refused otherwise, since it hung",
     "EPMOE_REPORT": "a folder where every worker writes rank-<r>.json: which stage runs, and how often it was called",
 }
 # read elsewhere in this project; listed so that they are not taken for slips
@@ -34,7 +32,6 @@ class Settings:
         fallback: whether an unsupported layer may run natively instead of ending the start.
         capacity: C, tokens per rank; None for what vLLM may bring.
         count: whether calls are counted on the device.
-        graphs_over_ranks: whether exchanges between ranks may be captured.
         report: folder of the workers' reports, None for none.
     """
 
@@ -43,7 +40,6 @@ class Settings:
     fallback: bool = False
     capacity: int | None = None
     count: bool = False
-    graphs_over_ranks: bool = False
     report: str | None = None
 
 
@@ -70,19 +66,9 @@ def read(environment: Mapping[str, str] | None = None) -> Settings | None:
         options=_options(env.get("EPMOE_STAGE_OPTIONS", "")),
         fallback=_fallback(env.get("EPMOE_FALLBACK", "")),
         capacity=_capacity(env.get("EPMOE_CAPACITY", "")),
-        count=_on(env, "EPMOE_COUNT"),
-        graphs_over_ranks=_on(env, GRAPHS_OVER_RANKS),
+        count=env.get("EPMOE_COUNT", "") not in ("", "0"),
         report=env.get("EPMOE_REPORT") or None,
     )
-
-
-def graphs_over_ranks() -> bool:
-    """Whether this process's environment lets exchanges between ranks be captured."""
-    return _on(os.environ, GRAPHS_OVER_RANKS)
-
-
-def _on(env: Mapping[str, str], name: str) -> bool:
-    return env.get(name, "") not in ("", "0")
 
 
 def _refuse_slips(env: Mapping[str, str]) -> None:

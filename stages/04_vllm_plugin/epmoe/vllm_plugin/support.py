@@ -28,7 +28,6 @@ class LayerParts:
         device_type: "cpu" or "cuda".
         arch: compute capability, None on a CPU.
         transport: of the expert-parallel group, as in `EPGroup.transport`.
-        graphs_over_ranks: whether exchanges between ranks may be captured all the same.
     """
 
     moe: Any
@@ -39,7 +38,6 @@ class LayerParts:
     device_type: str
     arch: tuple[int, int] | None
     transport: str
-    graphs_over_ranks: bool = False
 
 
 def reasons_against(parts: LayerParts, can: Capabilities) -> list[str]:
@@ -128,11 +126,6 @@ def _graphs(parts: LayerParts, can: Capabilities) -> Iterator[str]:
         yield (
             f"it waits for the host and vLLM captures CUDA graphs (cudagraph_mode {getattr(mode, 'name', mode)}): "
             "start vLLM with --enforce-eager or -cc.cudagraph_mode=none"
-        )
-    elif parts.transport == "nccl" and graphs_wanted(mode) and not parts.graphs_over_ranks:
-        yield (
-            "CUDA graphs that hold an exchange between ranks hung in vLLM 0.32 in their first steps (two H200s, data "
-            "parallel): start vLLM with --enforce-eager, or try with EPMOE_GRAPHS_OVER_RANKS=1"
         )
 
 
