@@ -14,7 +14,7 @@ from epmoe.vllm_plugin import compare, engines, view
 from epmoe.vllm_plugin.compare import Comparison, Plan, job_for, spread
 from epmoe.vllm_plugin.jobs import Answer, Job, Request
 from epmoe.vllm_plugin.judge import Outcome, first_difference, judge, logprob_distances
-from epmoe.vllm_plugin.settings import NATIVE
+from epmoe.vllm_plugin.settings import NATIVE, NATIVE_EAGER
 
 STAGE = "02_fixed_capacity"
 REQUESTS = [Request(ids=[1], tokens=2) for _ in range(5)]
@@ -131,6 +131,23 @@ def test_native_has_one_rank_on_a_cpu_and_stages_their_graphs_on_a_gpu():
     assert job_for(on_gpu, NATIVE, REQUESTS)[0].dp == 2
     assert not job_for(on_gpu, STAGE, REQUESTS)[0].eager
     assert job_for(on_gpu, "01_variable_a2a", REQUESTS)[0].eager
+
+
+def test_the_yardstick_is_native_without_its_compiler():
+    plan = Plan(model="m", stages=(NATIVE, NATIVE_EAGER), dp=2, compiled=True, device="cuda")
+    job, _ = job_for(plan, NATIVE_EAGER, REQUESTS)
+    assert (job.stage, job.dp, job.eager) == (NATIVE, 2, True)
+    assert compare.resolve_stages("native,native-eager,02") == (NATIVE, NATIVE_EAGER, STAGE)
+
+
+def test_the_yardstick_may_differ_but_a_stage_must_not_have_run():
+    other = outcome(answer([[1, 9], [3, 4]]))
+    result = judge(NATIVE_EAGER, [other], [NATIVE_RUN])
+    assert not result.equal
+    assert result.right
+    assert not judge(STAGE, [other], [NATIVE_RUN]).right
+    staged = outcome(answer([[1, 2], [3, 4]], [layer()]))
+    assert not judge(NATIVE_EAGER, [staged], [NATIVE_RUN]).right
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from epmoe.core.errors import InputError, RankFailedError, RunTimeoutError
 from epmoe.vllm_plugin import engines
 from epmoe.vllm_plugin.jobs import Job, Request
 from epmoe.vllm_plugin.judge import Outcome, StageResult, judge
-from epmoe.vllm_plugin.settings import NATIVE
+from epmoe.vllm_plugin.settings import NATIVE, NATIVE_EAGER
 
 PROMPTS = (
     "def main():\n    ",
@@ -29,7 +29,8 @@ class Plan:
 
     Attributes:
         model: folder of the checkpoint.
-        stages: registered names and "native"; native runs first and is what the others are held against.
+        stages: registered names and "native", which runs first and is what the others are held against; "native-eager"
+            is native once more without compiler and graphs: a yardstick of what rounding alone changes.
         prompts: texts.
         tokens: generated per prompt.
         dp, tp: ranks of the staged runs.
@@ -106,9 +107,9 @@ class Comparison:
 
 
 def resolve_stages(names: str) -> tuple[str, ...]:
-    """ "native,01,02" as registered names. Raises InputError for an unknown one."""
+    """ "native,native-eager,01,02" as registered names. Raises InputError for an unknown one."""
     return tuple(
-        name if name == NATIVE else registry.resolve(name)
+        name if name in (NATIVE, NATIVE_EAGER) else registry.resolve(name)
         for name in (part.strip() for part in names.split(","))
         if name
     )
@@ -135,15 +136,16 @@ def spread(requests: Sequence[Request], ranks: int, how: str) -> list[list[int]]
 
 def job_for(plan: Plan, stage: str, requests: Sequence[Request]) -> tuple[Job, list[list[int]]]:
     """The engine run of one stage. On a CPU vLLM's own expert parallelism does not run: native has one rank there."""
-    alone = stage == NATIVE and plan.device == "cpu"
+    own = stage in (NATIVE, NATIVE_EAGER)
+    alone = own and plan.device == "cpu"
     dp, tp = (1, 1) if alone else (plan.dp, plan.tp)
     order = spread(requests, dp, plan.spread)
-    eager = not plan.compiled
-    if stage != NATIVE and plan.device == "cuda":
+    eager = not plan.compiled or stage == NATIVE_EAGER
+    if not own and plan.device == "cuda":
         eager = eager or not registry.load(stage).capabilities.graph_capturable
     job = Job(
         model=str(Path(plan.model).resolve()),
-        stage=stage,
+        stage=NATIVE if own else stage,
         requests=[[requests[index] for index in some] for some in order],
         dtype=plan.dtype,
         dp=dp,

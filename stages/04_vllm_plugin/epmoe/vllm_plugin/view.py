@@ -35,8 +35,8 @@ def with_last_words(comparison: Comparison) -> Group:
 
 def row(result: StageResult) -> tuple[str, ...]:
     mode = "eager" if result.eager else "compiled"
-    distance = f"{result.max_logprob_distance:.1e}"
-    calls = " ".join(map(str, result.calls_per_rank)) if result.stage != NATIVE else "-"
+    distance = f"{result.max_logprob_distance:.1e} (mean {result.mean_logprob_distance:.1e})"
+    calls = " ".join(map(str, result.calls_per_rank)) if result.layers else "-"
     if any(result.runs_per_rank):
         calls += f" ({' '.join(map(str, result.runs_per_rank))} on the device)"
     if not result.ran:
