@@ -14,6 +14,7 @@ from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
 
+# --8<-- [start:order]
 def end_graphs_before(coordinator: Any) -> None:
     """From now on `coordinator.destroy()`, which ends its groups, first drops every graph that vLLM has captured."""
     destroy = coordinator.destroy
@@ -25,3 +26,6 @@ def end_graphs_before(coordinator: Any) -> None:
         destroy()
 
     coordinator.destroy = destroy_after_graphs
+
+
+# --8<-- [end:order]
