@@ -52,6 +52,33 @@ def arguments(call: int) -> tuple[Tensor, Tensor, Tensor]:
     return bring(groups.single(), CASE, call)
 
 
+# ---- life
+
+
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_a_group_ends_its_graphs_before_itself(graphed, monkeypatch, end):
+    """NCCL waits for graphs that hold its collectives: a forgotten one would keep the program for ever."""
+    order, group = [], groups.EPGroup(0, 2, torch.device("cpu"), "gloo", owns_process_group=True)
+    graph = graphed.graph
+    graph.reset = lambda: order.append("graph")
+    group.graphs.add(graphed)
+    monkeypatch.setattr(groups.EPGroup, "barrier", lambda self: None)
+    monkeypatch.setattr(groups.dist, "destroy_process_group", lambda made: order.append("group"))
+    monkeypatch.setattr(groups.pgs, "abort", lambda made: order.append("group"))
+    getattr(group, end)()
+    assert order == ["graph", "group"]
+    with pytest.raises(InputError, match="closed"):
+        graphed(*arguments(0))
+
+
+def test_a_subgroups_graphs_end_with_the_group(graphed):
+    whole = groups.EPGroup(0, 2, torch.device("cpu"), "gloo")
+    whole.subgroup(1).graphs.add(graphed)
+    played = graphed.graph
+    whole.close()
+    assert played.freed
+
+
 # ---- replays
 
 

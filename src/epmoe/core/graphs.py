@@ -2,7 +2,7 @@
 
     call = GraphedCall(layer, tokens=8)           # collective: warms up, captures
     y_TH = call(x_TH, ids_TK, weights_TK)         # T <= 8; replays, one launch from the host
-    call.close()                                  # before the layer and the group are closed
+    call.close()                                  # or close the group: it ends its graphs first
 
 A replay reads and writes fixed buffers, so a call copies its arguments in and clones its result out. Fewer tokens than
 captured are padded with rows that name no expert: they are not routed, not counted and not computed.
@@ -32,6 +32,7 @@ class GraphedCall:
         self.ids_TK = torch.full((tokens, shape.topk), -1, dtype=torch.int32, device=device)
         self.weights_TK = torch.zeros(tokens, shape.topk, device=device)
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+        spec.group.graphs.add(self)
         self.y_TH = self._capture(self.graph)
 
     def _capture(self, graph: torch.cuda.CUDAGraph) -> Tensor:
@@ -77,9 +78,14 @@ class GraphedCall:
         return self.y_TH[:count].clone()
 
     def close(self) -> None:
-        """Destroy the graph; a communicator cannot be destroyed while a graph still holds its collectives."""
+        """Destroy the graph, once no replay of it is under way."""
         if self.graph is not None:
             torch.cuda.synchronize()
+            self.end()
+
+    def end(self) -> None:
+        """Destroy the graph without waiting: its group's end does, also where a replay waits for a rank that died."""
+        if self.graph is not None:
             self.graph.reset()
             self.graph = None
 

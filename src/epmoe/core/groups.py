@@ -10,6 +10,7 @@ Two planes, so that what a layer costs can be told apart from what its set-up co
 
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ class EPGroup:
     transport is "single" (one rank, no torch.distributed), "gloo" (cpu) or "nccl" (cuda). With `check_exchanges` every
     data-plane call first compares dtype, row shape and counts over the control plane, so that ranks which do not fit
     raise the same `DisagreementError` everywhere instead of waiting for each other.
+
+    `graphs` are the captured calls (`graphs.GraphedCall`) that hold exchanges of this group, and end before it: NCCL
+    waits for every CUDA graph that holds one of a communicator's collectives. Graphs of your own are yours to end.
     """
 
     rank: int
@@ -45,6 +49,7 @@ class EPGroup:
     owns_process_group: bool = False
     check_exchanges: bool = False
     closed: bool = False
+    graphs: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, repr=False)
     store: Any = field(default=None, repr=False)
     _subgroups: "dict[int, EPGroup | None]" = field(default_factory=dict, repr=False)
     # One cell, shared with the subgroups: how often this process communicated. The pool compares it between ranks.
@@ -130,6 +135,8 @@ class EPGroup:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # destroying NCCL under queued work can hang
+        for call in self.graphs:
+            call.end()
         for sub in self._subgroups.values():
             if sub is not None:
                 sub.close()
@@ -144,11 +151,13 @@ class EPGroup:
 
         Exchanges that wait for the dead are broken off; what they would have written is undefined.
         """
+        groups = [self, *filter(None, self._subgroups.values())]
+        for call in (call for group in groups for call in group.graphs):
+            call.end()
         if not self.closed and self.owns_process_group:
             pgs.abort(self.process_group)
-        for group in (self, *self._subgroups.values()):
-            if group is not None:
-                group.closed, group.process_group, group.control_group = True, None, None
+        for group in groups:
+            group.closed, group.process_group, group.control_group = True, None, None
 
     @property
     def operations(self) -> int:
@@ -162,16 +171,8 @@ class EPGroup:
         made = pgs.first_ranks(self.process_group, n)
         shared = self.control_group is self.process_group
         control = made if shared else pgs.first_ranks(self.control_group, n)
-        return EPGroup(
-            self.rank,
-            n,
-            self.device,
-            self.transport,
-            made,
-            control,
-            owns_process_group=True,
-            **common,
-        )
+        members = (self.rank, n, self.device, self.transport, made, control)
+        return EPGroup(*members, owns_process_group=True, **common)
 
     # ---- helpers
 
