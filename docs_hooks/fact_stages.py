@@ -1,6 +1,7 @@
 """Tables about the stages: what each does, declares, takes and where it loses; results and the glossary."""
 
 import json
+import re
 from typing import Any
 
 from docs_hooks.fact_tables import ROOT, fact, markdown_table, measured_results
@@ -42,8 +43,10 @@ def suite_table() -> str:
 
 def _place(run: dict[str, Any]) -> str:
     """In few words: the record says which device each rank had."""
-    ranks, device = run["where"].split()[0], run["machine"]["device"].removeprefix("NVIDIA ")
-    return f"{ranks} ranks, one {device}" if "share" in run["where"] else f"{ranks} {device}s"
+    where, device = run["where"], run["machine"]["device"].removeprefix("NVIDIA ")
+    ranks, last = where.split()[0], re.search(r"to cuda:(\d+)", where)
+    devices = f"{int(last[1]) + 1} {device}s" if last else f"one {device}"
+    return f"{ranks} ranks, {devices}" if "share" in where else devices
 
 
 def _whole(run: dict[str, Any]) -> str:

@@ -216,28 +216,23 @@ def show(run):
     print(table({one["stage"]: row(one) for one in run["results"]}, "experts run on"))
 
 
-def ids(one):
-    """All equal, or how much likelier native finds its own token where the first other one stands."""
-    return "all equal" if one["equal"] else f"differ first by {one['difference']['gap']:.2f}"
-
-
-def each(ranks):
-    return " ".join(map(str, ranks)) if any(ranks) else "-"
-
-
 def row(one):
+    gap, seen = one["difference"] and one["difference"]["gap"], one["sabotage_seen"]
     speed = one["against_native"]
     return {
         "ranks": one["ranks"],
-        "ids": ids(one),
-        "log-probabilities off by": "{max_logprob_distance:.0e}, mean {mean_logprob_distance:.0e}".format(
-            **one
-        ),
-        "calls of a layer": each(one["calls_per_rank"]),
-        "on the device": each(one["runs_per_rank"]),
-        "a spoilt expert": {True: "seen", False: "MISSED", None: "-"}[one["sabotage_seen"]],
-        "tokens/s : native": "{:.2f} [{:.2f}, {:.2f}]".format(*speed) if speed else "-",
+        "ids": "equal" if one["equal"] else f"differ {gap:.2f}",
+        "off by": "{max_logprob_distance:.0e}, {mean_logprob_distance:.0e}".format(**one),
+        "calls": calls(one),
+        "spoilt": {True: "seen", False: "MISSED", None: "-"}[seen],
+        "speed": "{:.2f} [{:.2f}, {:.2f}]".format(*speed) if speed else "-",
     }
+
+
+def calls(one):
+    ranks, device = one["calls_per_rank"], one["runs_per_rank"]
+    counted = f" ({' '.join(map(str, device))})" if any(device) else ""
+    return " ".join(map(str, ranks)) + counted if any(ranks) else "-"
 
 
 results = Path(root(), "stages/04_vllm_plugin/results")
@@ -256,10 +251,11 @@ ledger_bars(
 )
 
 # %% [markdown]
-# Four columns, because each of them alone can lie. Equal ids could come from a plugin that never ran: so calls are
-# counted by the code that runs. Equal ids could come from a model in which experts hardly matter: so one expert's sign
-# is turned, in the weights that vLLM holds, and the text has to change. And ids are coarse, one number out of hundreds:
-# log-probabilities show what they hide.
+# `off by` is the largest and the mean distance of a log-probability from native's, `calls` those of the first MoE
+# layer on each rank. Four columns, because each of them alone can lie. Equal ids could come from a plugin that never
+# ran: so calls are counted by the code that runs. Equal ids could come from a model in which experts hardly matter:
+# so one expert's sign is turned, in the weights that vLLM holds, and the text has to change. And ids are coarse, one
+# number out of hundreds: log-probabilities show what they hide.
 #
 # The same on GPUs, with CUDA graphs where a stage can be captured; with two ranks every rank serves requests of its own
 # and the experts are spread over both:
@@ -275,16 +271,16 @@ if not on_gpus:
 # %% [markdown]
 # On a GPU all stages are about equally far from native, and further than on a CPU: vLLM's Triton kernel multiplies
 # float32 as TF32, Triton's default, and the stages do not. The ids are equal all the same. Where graphs are
-# captured a layer is called more often than text has steps: vLLM captures every batch size and warms up before. What
-# the device counts has replays in it too.
+# captured a layer is called more often than text has steps: vLLM captures every batch size and warms up before. In
+# brackets is what the device counted, replays among them. `speed` is tokens per second over native's.
 #
 # The random model has the shape of glm-5.3-flash, 288 experts, and weights that mean nothing, in bfloat16. There ids
-# cannot be the test. Random logits lie close together, and so do the eighth and the ninth of 288 random router scores:
-# one rounding, and a token goes to another expert. How far rounding alone goes, `native-eager` shows: vLLM's own
-# experts once more, without compiler and graphs. On average its log-probabilities are several times further from
+# cannot be the test. Random logits lie close together, and so do the eighth and the ninth of 288 random router
+# scores: one rounding, and a token goes to another expert. How far rounding alone goes, `native-eager` shows: vLLM's
+# own experts once more, without compiler and graphs. On average its log-probabilities are several times further from
 # native's than the stage's are; and the first token that the stage chooses otherwise is one that native finds just as
-# likely as its own, to the last bit. The stage's speed is native's, within the interval: with two layers the time of a
-# step is mostly not in them.
+# likely as its own, to the last bit (behind `differ` stands how much likelier). The stage's speed is native's, within
+# the interval: with two layers the time of a step is mostly not in them.
 #
 # The same prompts in fresh engines once more: does a text come out twice?
 
