@@ -7,8 +7,8 @@ from docs_hooks.fact_tables import fact, markdown_table, measured_results
 
 from epmoe.core.bench import remember
 from epmoe.core.capabilities import Spec
+from epmoe.core.commands.stages import alike, situation, weigh
 from epmoe.core.measured import Comparison
-from epmoe.core.stages_cli import alike, situation, weigh
 
 H200 = {"device": "cuda", "arch": "9.0"}
 

@@ -7,7 +7,7 @@ from docs_hooks.fact_tables import ROOT, fact
 from rich.console import Console
 
 from epmoe.core.balance import balance
-from epmoe.core.balance_cli import Counts, render, routed_counts
+from epmoe.core.commands.balance import Counts, render, routed_counts
 
 MODEL = "models/tiny-glm-moe"
 RANKS = 16

@@ -8,7 +8,7 @@ from docs_hooks.fact_tables import ROOT, fact, markdown_table, measured_results
 
 from epmoe.core import registry
 from epmoe.core.bench import headline, report
-from epmoe.core.stages_cli import SHOWN, offer
+from epmoe.core.commands.stages import SHOWN, offer
 
 
 @fact

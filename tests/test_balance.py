@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from epmoe.core.balance import balance
-from epmoe.core.balance_cli import routed_counts
 from epmoe.core.checkpoints import inspect
 from epmoe.core.cli import app
+from epmoe.core.commands.balance import routed_counts
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement, contiguous
 from epmoe.core.tour import find_model

@@ -7,13 +7,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epmoe.core import measured, own_file, transport
+from epmoe.core import measured, own_file
 from epmoe.core.bench import remember, results
 from epmoe.core.bench.results import Measured
 from epmoe.core.capabilities import Spec
 from epmoe.core.choosing import select
 from epmoe.core.cli import app
 from epmoe.core.errors import InputError, UnsupportedError
+from epmoe.core.ranks import transport
 from epmoe.core.shape import SHAPES
 
 COMMITTED = Path(__file__).resolve().parents[1] / "benchmarks/results/h200-loopback-ep4.json"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.checkpoint_makers import FAMILIES, make_model, save_model
 
-from epmoe.core import checkpoint_files
+from epmoe.core.checkpoints import files as checkpoint_files
 from epmoe.core.checkpoints import inspect, load_layer
 from epmoe.core.routing import RouterConfig, route
 from epmoe.core.weights import ExpertWeights

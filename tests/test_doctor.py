@@ -6,8 +6,14 @@ import sys
 
 import pytest
 
-from epmoe.core import doctor
-from epmoe.core.doctor import Finding, diagnose, judge_architectures, judge_triton, parse_version
+from epmoe.core.commands import doctor
+from epmoe.core.commands.doctor import (
+    Finding,
+    diagnose,
+    judge_architectures,
+    judge_triton,
+    parse_version,
+)
 
 
 def test_everything_is_looked_at_and_every_problem_has_a_fix():
@@ -75,7 +81,7 @@ BLOCKED = """
 import sys
 for name in {names!r}:
     sys.modules[name] = None  # an import raises ImportError
-from epmoe.core.doctor import diagnose
+from epmoe.core.commands.doctor import diagnose
 for finding in diagnose():
     print(finding)
 """

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from epmoe.core import gpu_sharing, guardian
 from epmoe.core.errors import InputError, UnsupportedError
-from epmoe.core.transport import choose_transport
+from epmoe.core.ranks import gpu_sharing, guardian
+from epmoe.core.ranks.transport import choose_transport
 
 OLD, NEW = (2, 28, 9), (2, 30, 7)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from epmoe.core import rank_process
 from epmoe.core.errors import InputError, RankFailedError, RunTimeoutError
 from epmoe.core.launch import RankPool
-from epmoe.core.rank_worker import Outcome, is_consequence
-from epmoe.core.run_end import RunEnd
+from epmoe.core.ranks import rank_process
+from epmoe.core.ranks.rank_worker import Outcome, is_consequence
+from epmoe.core.ranks.run_end import RunEnd
 
 RANKS = 3
 SECONDS = 20.0  # what "in seconds" means on a busy machine; the runs' own limit is 60

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from epmoe.core import stacks
+from epmoe.core.ranks import stacks
 
-START = "import time\nfrom epmoe.core import stacks\nstacks.tell_on_request()\n"
+START = "import time\nfrom epmoe.core.ranks import stacks\nstacks.tell_on_request()\n"
 COMPILE = """
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget

@@ -8,12 +8,13 @@ import torch
 from docs_hooks import fact_choosing
 from typer.testing import CliRunner
 
-from epmoe.core import measured, own_file, registry, terminal
+from epmoe.core import measured, own_file, registry
 from epmoe.core.choosing import candidates
 from epmoe.core.cli import app
+from epmoe.core.commands import terminal
+from epmoe.core.commands.stages import situation, weigh
 from epmoe.core.errors import InputError
 from epmoe.core.measured import Comparison, Situation
-from epmoe.core.stages_cli import situation, weigh
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import typer
 from rich.table import Table
 
 from epmoe.core import registry
+from epmoe.core.commands.terminal import Device, Dtype, Json, Ranks, deliver, notes
 from epmoe.core.errors import EpmoeError
-from epmoe.core.terminal import Device, Dtype, Json, Ranks, deliver, notes
-from epmoe.core.torchrun import world_size
+from epmoe.core.ranks.torchrun import world_size
 
 app = typer.Typer(
     help="A ladder of expert-parallel Mixture-of-Experts layers: run it, check it, measure it.",
@@ -106,7 +106,7 @@ def check(
     json_to: Json = None,
 ) -> None:
     """Hold a stage against the oracle on every rank, with random draws. Exit code 1 when it is wrong."""
-    from epmoe.core import checking
+    from epmoe.core.commands import check as checking
 
     cases = checking.cases(
         registry.resolve(stage), shape, tokens, draw, world_size(ranks), seeds, placement
@@ -139,7 +139,7 @@ def tune(
     json_to: Json = None,
 ) -> None:
     """Measure tile sizes on the expert group, slowest rank counts; layers look them up. Goes on where it stopped."""
-    from epmoe.core.tuning_guide import guide
+    from epmoe.core.commands.tune import guide
 
     data, table = guide(
         notes, stage, shape, ep, tokens, loopback, device, dtype, candidates, out, timeout
@@ -183,7 +183,7 @@ def stages(
     json_to: Json = None,
 ) -> None:
     """List the registered stages and what they declare; with --why, choose. Exit code 1 when none can."""
-    from epmoe.core import stages_cli
+    from epmoe.core.commands import stages as stages_cli
 
     if not why:
         stages_cli.refuse_questions(context)
@@ -202,7 +202,7 @@ def stages(
 @app.command()
 def doctor(json_to: Json = None) -> None:
     """What this machine can run, and why not the rest."""
-    from epmoe.core.doctor import diagnose
+    from epmoe.core.commands.doctor import diagnose
 
     findings = diagnose()
     table = Table("", "what", "found", "to change it", box=None)
@@ -219,7 +219,7 @@ def _add_plan() -> None:
 
 
 def _add_balance() -> None:
-    from epmoe.core.balance_cli import balance_command
+    from epmoe.core.commands.balance import balance_command
 
     app.command("balance")(balance_command)
 
@@ -237,7 +237,7 @@ def _add_bench() -> None:
 
 
 def _add_vllm() -> None:
-    from epmoe.core.vllm_cli import app as vllm
+    from epmoe.core.commands.vllm import app as vllm
 
     app.add_typer(vllm(), name="vllm")
 

@@ -27,7 +27,7 @@ from epmoe.core.errors import DisagreementError, InputError, RankFailedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import MoELayer, build
 from epmoe.core.placement import check_gone
-from epmoe.core.rank_worker import is_consequence
+from epmoe.core.ranks.rank_worker import is_consequence
 
 __all__ = ["is_consequence", "rebuild", "regroup"]
 

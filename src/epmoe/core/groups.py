@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from epmoe.core import exchange_checks as checks
-from epmoe.core import gpu_sharing, ledger, phases
+from epmoe.core import ledger, phases
 from epmoe.core import process_groups as pgs
 from epmoe.core.errors import DisagreementError, InputError, UnsupportedError
 from epmoe.core.exchange_checks import Counts
-from epmoe.core.transport import choose_here
+from epmoe.core.ranks import gpu_sharing
+from epmoe.core.ranks.transport import choose_here
 
 
 @dataclass(eq=False)

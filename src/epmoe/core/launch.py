@@ -31,13 +31,13 @@ from typing import Any
 
 import cloudpickle
 
-from epmoe.core import gpu_sharing
 from epmoe.core.errors import InputError
 from epmoe.core.machine import cores
-from epmoe.core.rank_process import RankProcess
-from epmoe.core.run_end import RunEnd, collect
-from epmoe.core.torchrun import WorldRanks, run_under_torchrun, under_torchrun
-from epmoe.core.transport import choose_here
+from epmoe.core.ranks import gpu_sharing, guardian
+from epmoe.core.ranks.rank_process import RankProcess
+from epmoe.core.ranks.run_end import RunEnd, collect
+from epmoe.core.ranks.torchrun import WorldRanks, run_under_torchrun, under_torchrun
+from epmoe.core.ranks.transport import choose_here
 
 _log = logging.getLogger(__name__)
 _CLOSE_PATIENCE = 5.0  # seconds a sound rank gets to close its group
@@ -246,30 +246,31 @@ def _importable(module: ModuleType) -> bool:
 
 
 def _start_guardian(folder: Path) -> subprocess.Popen[bytes]:
-    program = Path(__file__).with_name("guardian.py")
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(program)], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-I", "-S", guardian.__file__],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
     )
     _tell(process, remove=str(folder))
     return process
 
 
-def _tell(guardian: subprocess.Popen[bytes], **order: Any) -> None:
-    if guardian.stdin is not None and not guardian.stdin.closed:
+def _tell(process: subprocess.Popen[bytes], **order: Any) -> None:
+    if process.stdin is not None and not process.stdin.closed:
         with contextlib.suppress(OSError):
-            guardian.stdin.write(json.dumps(order).encode() + b"\n")
-            guardian.stdin.flush()
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()
 
 
-def _stop_guardian(guardian: subprocess.Popen[bytes], folder: Path) -> None:
+def _stop_guardian(process: subprocess.Popen[bytes], folder: Path) -> None:
     """End of input is its order to kill, quit and remove; see guardian.py."""
-    if guardian.stdin is not None:
+    if process.stdin is not None:
         with contextlib.suppress(OSError):
-            _tell(guardian, end=True)
-            guardian.stdin.close()
+            _tell(process, end=True)
+            process.stdin.close()
     try:
-        guardian.wait(timeout=20)
+        process.wait(timeout=20)
     except subprocess.TimeoutExpired:
-        guardian.kill()
-        guardian.wait()
+        process.kill()
+        process.wait()
     shutil.rmtree(folder, ignore_errors=True)

@@ -221,7 +221,7 @@ def test_shared_memory_that_ranks_leave_behind_goes_with_them(tmp_path, monkeypa
 
 def test_a_rank_that_hangs_is_ended(tmp_path, monkeypatch):
     """And says where it was."""
-    text = "import time; from epmoe.core import stacks; stacks.tell_on_request()\n"
+    text = "import time; from epmoe.core.ranks import stacks; stacks.tell_on_request()\n"
     text += (
         "def wait_for_ever():\n    print('waiting', flush=True); time.sleep(60)\nwait_for_ever()"
     )

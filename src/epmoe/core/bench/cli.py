@@ -20,7 +20,7 @@ from epmoe.core.bench.workload import Routing
 from epmoe.core.errors import InputError
 from epmoe.core.launch import launch
 from epmoe.core.plan.render import parse_tokens
-from epmoe.core.torchrun import under_torchrun
+from epmoe.core.ranks.torchrun import under_torchrun
 
 
 class _RunByDefault(TyperGroup):

@@ -86,10 +86,9 @@ def _select(device: torch.device) -> list[str]:
 
 
 def _nccl() -> str | None:
-    from epmoe.core import (
-        gpu_sharing,
-    )  # the library that ranks load, not the one torch was built with
+    from epmoe.core.ranks import gpu_sharing
 
+    # of the library that ranks load, not of the one that torch was built with
     found = gpu_sharing.nccl_version()
     return ".".join(map(str, found)) if found else None
 

@@ -6,7 +6,7 @@ from epmoe.core import measured, own_file, registry
 from epmoe.core.bench.results import Measured, Point, Result
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.measured import Comparison, Situation
-from epmoe.core.transport import choose_here
+from epmoe.core.ranks.transport import choose_here
 
 
 def comparisons(result: Result) -> list[Comparison]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from epmoe.core import stacks
 from epmoe.core.bench.provenance import machine
+from epmoe.core.ranks import stacks
 from epmoe.vllm_plugin import report
 from epmoe.vllm_plugin.jobs import Answer, Job
 

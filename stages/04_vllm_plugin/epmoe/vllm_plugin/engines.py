@@ -11,8 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from epmoe.core import stacks
 from epmoe.core.errors import RankFailedError, RunTimeoutError, UnsupportedError
+from epmoe.core.ranks import stacks
 from epmoe.vllm_plugin.jobs import Answer, Job
 
 PYTHON = "EPMOE_VLLM_PYTHON"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epmoe.core import checkpoints, stacks
+from epmoe.core import checkpoints
+from epmoe.core.ranks import stacks
 from epmoe.vllm_plugin import report
 
 

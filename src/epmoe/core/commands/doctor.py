@@ -164,7 +164,7 @@ def _driver_works() -> bool:
 def _nccl() -> Finding:
     import torch.distributed as dist
 
-    from epmoe.core import gpu_sharing
+    from epmoe.core.ranks import gpu_sharing
 
     if not dist.is_nccl_available():
         return Finding(
@@ -180,7 +180,7 @@ def _nccl() -> Finding:
 
 
 def _sharing() -> Finding:
-    from epmoe.core import gpu_sharing
+    from epmoe.core.ranks import gpu_sharing
 
     version, need = gpu_sharing.nccl_version(), _dotted(gpu_sharing.MIN_NCCL)
     ok = version is not None and version >= gpu_sharing.MIN_NCCL
@@ -190,7 +190,7 @@ def _sharing() -> Finding:
 
 
 def _service() -> Finding:
-    from epmoe.core import gpu_sharing
+    from epmoe.core.ranks import gpu_sharing
 
     if not gpu_sharing.service_available():
         fix = f"needed to share a GPU at speed only: install {gpu_sharing.SERVICE} (it comes with the driver)"

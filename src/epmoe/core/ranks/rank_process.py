@@ -12,12 +12,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from epmoe.core import stacks
+from epmoe.core.ranks import stacks
 
 # The child takes over the parent's sys.path before it imports anything of ours.
 _BOOT = (
     "import json, sys; config = json.loads(sys.argv.pop(1)); sys.path[:] = config['path']; "
-    "from epmoe.core.rank_worker import main; main(config)"
+    "from epmoe.core.ranks.rank_worker import main; main(config)"
 )
 _TAIL_CHARACTERS = 6000
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from epmoe.core import groups
 from epmoe.core.errors import RankFailedError, RunTimeoutError
-from epmoe.core.rank_worker import dump_value
-from epmoe.core.transport import Choice
+from epmoe.core.ranks.rank_worker import dump_value
+from epmoe.core.ranks.transport import Choice
 
 _GRACE = 2.0  # seconds a failed rank waits, so that all ranks can fail with their own words
 _runs = itertools.count()

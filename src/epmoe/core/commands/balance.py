@@ -11,9 +11,9 @@ from rich import box
 from rich.table import Table
 
 from epmoe.core.balance import Balance, balance
+from epmoe.core.commands.terminal import Json, deliver
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement
-from epmoe.core.terminal import Json, deliver
 
 Counts = Mapping[int, Sequence[int]]  # by layer
 

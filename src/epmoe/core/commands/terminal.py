@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
-from epmoe.core.torchrun import speaks
+from epmoe.core.ranks.torchrun import speaks
 
 # under torchrun every rank runs the command and rank 0 speaks
 _answers = Console(quiet=not speaks())

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from epmoe.core import gpu_sharing
 from epmoe.core.errors import InputError, UnsupportedError
+from epmoe.core.ranks import gpu_sharing
 
 
 @dataclass(frozen=True)

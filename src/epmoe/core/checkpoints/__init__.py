@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epmoe.core.checkpoint_families import Family, family_of
-from epmoe.core.checkpoint_files import TensorFiles
+from epmoe.core.checkpoints.families import Family, family_of
+from epmoe.core.checkpoints.files import TensorFiles
 from epmoe.core.errors import InputError
 from epmoe.core.routing import RouterConfig
 from epmoe.core.shape import MoEShape

@@ -8,8 +8,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from epmoe.core.errors import InputError, RankFailedError, RunTimeoutError
-from epmoe.core.rank_process import RankProcess
-from epmoe.core.rank_worker import Outcome
+from epmoe.core.ranks.rank_process import RankProcess
+from epmoe.core.ranks.rank_worker import Outcome
 
 # After the first failure the other ranks get this long to end by themselves, so that they can be kept, and so that a
 # rank which only noticed a closed connection is not blamed before the one that closed it. Seconds.

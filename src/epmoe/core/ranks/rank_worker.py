@@ -22,7 +22,8 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from epmoe.core import groups, stacks
+from epmoe.core import groups
+from epmoe.core.ranks import stacks
 
 # What a rank says when it fails only because another one did.
 _CONSEQUENCE = re.compile(
