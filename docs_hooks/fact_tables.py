@@ -1,5 +1,6 @@
 """Tables and numbers of the pages, each from the library, from committed results or from the repository itself."""
 
+import bisect
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -79,11 +80,12 @@ def floor_us(tokens: str, ep: str = "4", shape: str = RECORD, gpu: str = "h200")
 
 @fact
 def turning_point(ep: str = "4", shape: str = RECORD, gpu: str = "h200") -> str:
-    """The least T of a power of two at which the layer is bound by arithmetic."""
-    for power in range(20):
-        if plan(SHAPES[shape], int(ep), 2**power, gpu).slowest.floor.bound == "compute":
-            return f"{2**power}"
-    raise ValueError("never bound by compute")
+    """The least T at which the layer is bound by arithmetic."""
+
+    def bound_by_arithmetic(tokens: int) -> bool:
+        return plan(SHAPES[shape], int(ep), tokens, gpu).slowest.floor.bound == "compute"
+
+    return str(bisect.bisect_left(range(2**20), True, lo=1, key=bound_by_arithmetic))
 
 
 @fact

@@ -210,7 +210,7 @@ for call in calls:
 #
 # The counts swap their roles, so no new exchange of counts is needed. Each assignment lands in its own place [T, K,
 # H], and the K of a token are added first to last, in float32. The order is fixed and written down, so the result is
-# the same bits whenever the inputs are. The reference could not promise that: there, the collective did the adding.
+# the same bits whenever the inputs are. In the reference the order was the collective's own.
 
 # %% [markdown]
 # ## The difference to the stage before

@@ -355,8 +355,8 @@ print(measured("02_fixed_capacity"))
 # - **FlashInfer**'s `MoeAlltoAll` is built with `max_num_tokens`; its exchanges take the largest number of this step
 #   ([MoeAlltoAll](https://docs.flashinfer.ai/generated/flashinfer.comm.MoeAlltoAll.html)), the same pair of numbers
 #   as our `max_tokens_per_rank` and `max_tokens`.
-# - **MoEFlow**, a plugin for vLLM, packs hidden values, ids, weights and a flag bit for bit in one row and puts token
-#   t for rank d at send[d, t]. This stage follows it.
+# - **MoEFlow**, an unpublished plugin for vLLM, packs hidden values, ids, weights and a flag bit for bit in one row
+#   and puts token t for rank d at send[d, t]. This stage follows it.
 # - **Grouped products**: PyTorch's `torch.nn.functional.grouped_mm` reads its offsets on the device. vLLM's fused
 #   experts pad every expert to blocks and give the kernel the expert of each block (`moe_align_block_size`), the map
 #   of this page.

@@ -45,6 +45,9 @@ books = {stage: counted(pool, stage, batch) for stage in stages}
 print(table({stage: books[stage][0] for stage in stages[:3]}, "T = 8 8 8 8"))
 
 # %% [markdown]
+# That is without the router. From logits to the result, with every fusion of this stage switched off, a call launches
+# 80 times (counted at the end of this page).
+#
 # Is a launch expensive? Compare it with what cannot be saved. At decode, the least that a rank can do is read the
 # weights of its active experts once: the *floor*. Say that everything beside it may take a tenth of it. In
 # microseconds, for a layer of real size on 4 H200s, how long may one launch take?
@@ -271,8 +274,8 @@ for slots, experts, block_m in (
 #
 # The products need the rows of a tile. These lie anywhere in the received buffer, each beside its ids and weights.
 #
-# 1. **Prepare**: a kernel first unpacks x, ids and weights into buffers of their own. It is what MoEFlow does, and
-#    what this stage does with `without="gather"`.
+# 1. **Prepare**: a kernel first unpacks x, ids and weights into buffers of their own. It is what MoEFlow, an
+#    unpublished plugin for vLLM, does, and what this stage does with `without="gather"`.
 # 2. **In place**: the product computes, for each of its rows, where that row was received, and loads from there. Row
 #    = slot // K. No kernel, no copy, and rows for nobody are never touched. This is the rule here.
 # 3. **Side by side**: with hundreds of rows for an expert, a kernel copies them in the list's order. Then the copy
@@ -479,8 +482,8 @@ for words, situation in asked.items():
 
 # %% [markdown]
 # A tuner measures what it is given. Half tiles once won here: 227 rows are two tiles of 128 with 29 empty rows, and a
-# last tile with no more than 64 rows can be computed by half. In the layer they lost to what had been there before,
-# a prefill on one GPU's share of four ranks, microseconds:
+# last tile with no more than 64 rows can be computed by half. In the layer they lost to what had been there before at
+# T = 2048 and 8192, a prefill on one GPU's share of four ranks, microseconds:
 
 # %% tags=["hide-input"]
 runs = {
@@ -492,8 +495,8 @@ print(times("03_fused_triton", runs))
 # %% [markdown]
 # The tuner's rows had lain side by side. Those of an exchange are packed with their slots and weights and begin
 # anywhere in a cache line, which should make them slower to gather, so that the copies for TMA pay off; how much of
-# the difference that is, we did not measure apart. Now the tuner packs its rows, and half tiles are gone. (At the
-# shortest of these prompts the tile itself is new: it had been a neighbour's.)
+# the difference that is, we did not measure apart. Now the tuner packs its rows, and half tiles are gone. (T = 512 says
+# nothing about them: the first run used a neighbouring size's tile there, the second one tuned for it.)
 #
 # A tile says in which order products are added. So a token's last bits may depend on how many other tokens came with
 # it: another T, another tile. Training and debugging want otherwise. `batch_invariant=True` pins the tile of C for
@@ -677,9 +680,9 @@ print(measured("03_fused_triton"))
 # - **Megatron Core** builds its tables on the device by Triton kernels with fixed-size buffers, so that the layer can
 #   be captured, and runs a persistent grid
 #   ([vllm_fused_moe](https://docs.nvidia.com/megatron-core/developer-guide/nightly/apidocs/core/core.inference.moe.vllm_fused_moe.html)).
-# - **MoEFlow**, a plugin for vLLM, has the same five steps as kernels: metadata, grouped product, pack, a kernel that
-#   prepares the experts' input, and a combine in fixed order, with a ring variant in bfloat16. This stage follows it,
-#   reads rows in place, and fuses the router as well.
+# - **MoEFlow**, an unpublished plugin for vLLM, has the same five steps as kernels: metadata, grouped product, pack,
+#   a kernel that prepares the experts' input, and a combine in fixed order, with a ring variant in bfloat16. This
+#   stage follows it, reads rows in place, and fuses the router as well.
 # - **DeepEP**'s low-latency combine takes the routing weights and adds the K copies of a token where it came from
 #   ([docs/legacy.md](https://github.com/deepseek-ai/DeepEP/blob/main/docs/legacy.md)); here the owner adds first, and
 #   one row for each rank comes home.

@@ -6,7 +6,8 @@ Worked on the toy (H = 4 in float32, K = 2): 16 bytes of x, 8 of slots, 8 of wei
 Rows start on 16-byte borders, so that every field of every row can be loaded with wide, aligned loads.
 
 The bits are copied, never converted: dispatch and restore are exact for every dtype.
-Source of the idea: MoEFlow's bit-packed dispatch rows; DeepEP's low-latency messages carry scales the same way.
+Source of the idea: the bit-packed dispatch rows of MoEFlow, an unpublished plugin for vLLM; DeepEP's low-latency
+messages carry scales the same way.
 """
 
 from dataclasses import dataclass

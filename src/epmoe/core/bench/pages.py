@@ -232,7 +232,7 @@ def padding_pages(
 
 def index(measured: Mapping[str, Result], counted: Mapping[str, object], not_measured: str) -> str:
     """The list of pages."""
-    lines = [f"- [{view.title(result)}]({name}.md)" for name, result in measured.items()]
+    lines = [f"- [{name}: {view.title(result)}]({name}.md)" for name, result in measured.items()]
     lines = lines or [f"- times: {not_measured}"]
     lines += [f"- [rows sent and computed against rows needed]({name}.md)" for name in counted]
     if not counted:
