@@ -9,6 +9,7 @@ import sys
 import traceback
 
 import cases_layer
+import cases_life
 import cases_refused
 from cases_bench import FIRST, Bench
 
@@ -19,7 +20,7 @@ from epmoe.vllm_plugin.settings import Settings
 def main(out: str) -> None:
     hook.install(Settings(stage=FIRST))
     found = {}
-    cases = {**vars(cases_layer), **vars(cases_refused)}
+    cases = {**vars(cases_layer), **vars(cases_life), **vars(cases_refused)}
     with bare.world(dp=1, tp=1, rank=0, device="cpu", max_tokens=32) as config:
         bench = Bench(config)
         for name, case in cases.items():

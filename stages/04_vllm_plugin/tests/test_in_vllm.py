@@ -1,4 +1,4 @@
-"""The cases of cases_layer.py and cases_refused.py, run once in a Python that has vLLM and judged one by one."""
+"""The cases of cases_*.py, run once in a Python that has vLLM and judged one by one."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ import pytest
 from epmoe.vllm_plugin import engines
 
 HERE = Path(__file__).resolve().parent
-FILES = ("cases_layer.py", "cases_refused.py")
+FILES = ("cases_layer.py", "cases_life.py", "cases_refused.py")
 CASES = [
     node.name
     for file in FILES

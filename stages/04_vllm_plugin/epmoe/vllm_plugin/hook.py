@@ -7,10 +7,11 @@ Registered under the name of vLLM's own runner, so it does not matter in which o
 import inspect
 import logging
 import re
+from dataclasses import asdict
 from typing import Any
 
 from epmoe.core.errors import UnsupportedError
-from epmoe.vllm_plugin.settings import Settings
+from epmoe.vllm_plugin.settings import NATIVE, Settings, read
 
 RUNNER = "MoERunner"
 TRIED = ("0.32", "0.33")  # of 0.33 its Python sources over the compiled part of 0.32
@@ -27,6 +28,7 @@ EXPECTED = {
 
 log = logging.getLogger("vllm.epmoe")  # below vLLM's own logger, so that its level and format apply
 active: Settings | None = None
+_installed: Settings | None = None  # from the environment, when vLLM asked for its plugins
 
 
 def install(settings: Settings) -> None:
@@ -36,13 +38,13 @@ def install(settings: Settings) -> None:
         UnsupportedError: the version or the hook is not as expected, or the hook is taken; with every reason. With
             EPMOE_FALLBACK=native it is logged instead and vLLM stays as it is.
     """
-    global active
+    global active, _installed
     try:
         _refuse_other_versions(installed_version())
         registry, runner, register_oot = _find_hook()
         holder = registry.get(RUNNER)
         if holder is not None and holder.__module__.startswith("epmoe.vllm_plugin"):
-            _refuse_change(settings)
+            _refuse_change(settings, active)
             return
         reasons = hook_reasons(runner, holder)
         if reasons:
@@ -56,7 +58,7 @@ def install(settings: Settings) -> None:
         return
     from epmoe.vllm_plugin.runner import StagedMoERunner
 
-    active = settings
+    active = _installed = settings
     register_oot(StagedMoERunner, name=RUNNER)
     log.info("routed experts run on epmoe's %s", settings.stage)
 
@@ -110,11 +112,24 @@ def hook_reasons(runner: Any, holder: Any) -> list[str]:
     return reasons
 
 
-def _refuse_change(settings: Settings) -> None:
-    if active is not None and active != settings:
-        raise UnsupportedError(
-            f"this process runs {active.stage} already: start a new one for {settings.stage}"
-        )
+def refuse_other_environment() -> None:
+    """vLLM loads plugins once in a process: a second engine with other variables would run with the first one's.
+
+    Raises:
+        UnsupportedError: what is set now is not what was installed.
+    """
+    if _installed is not None:
+        _refuse_change(read(), _installed)
+
+
+def _refuse_change(wanted: Settings | None, running: Settings | None) -> None:
+    if running is None or wanted == running:
+        return
+    ours, theirs = asdict(running), asdict(wanted) if wanted else {"stage": NATIVE}
+    changed = [f"{k}={theirs[k]!r} (was {ours[k]!r})" for k in theirs if theirs[k] != ours[k]]
+    raise UnsupportedError(
+        f"this process has installed {running.stage} already and cannot change to {', '.join(changed)}: start a new one"
+    )
 
 
 def current() -> Settings:

@@ -63,15 +63,29 @@ class StagedExperts:
         self.runs: Tensor | None = None  # counted on the device: replays of a graph, too
 
     def place(self, w13_E2IH: Tensor, w2_EHI: Tensor) -> None:
-        """Build the stage over vLLM's own weights, not a copy. Collective; again when weights were replaced."""
-        if self.layer is not None:
-            held = self.layer.spec.weights
-            if (
-                held.w13_E2IH.data_ptr() == w13_E2IH.data_ptr()
-                and held.w2_EHI.data_ptr() == w2_EHI.data_ptr()
-            ):
-                return  # new values in the same place
-            self.layer.close()
+        """Weights are loaded: build the stage over vLLM's own tensors, not a copy. Collective.
+
+        Later loads come by tensors of the moment, whose values vLLM then copies to where the first ones lie, so that
+        graphs stay right. The layer stays, too. What it has on the device beside weights is written anew: a deep sleep
+        of vLLM may have given that memory away.
+        """
+        if self.layer is None:
+            with plain_defaults():
+                self._build(ExpertWeights(w13_E2IH.detach(), w2_EHI.detach()))
+            return
+        tables = self.layer.spec.tables
+        tables.mask(tables.gone)
+        if self.runs is not None:
+            self.runs.zero_()
+
+    def follow(self, w13_E2IH: Tensor, w2_EHI: Tensor) -> None:
+        """Before a call: where vLLM's parameters have moved for good, build the stage over them. Then collective."""
+        assert self.layer is not None, f"{self.spec.name}: vLLM has not loaded this layer's weights"
+        held = self.layer.spec.weights
+        pairs = ((held.w13_E2IH, w13_E2IH), (held.w2_EHI, w2_EHI))
+        if all(ours.data_ptr() == theirs.data_ptr() for ours, theirs in pairs):
+            return
+        self.layer.close()
         with plain_defaults():
             self._build(ExpertWeights(w13_E2IH.detach(), w2_EHI.detach()))
 
@@ -91,7 +105,7 @@ class StagedExperts:
             **options,
         )
         device = self.shared.group.device
-        if self.settings.count:
+        if self.settings.count and self.runs is None:
             self.runs = torch.zeros((), dtype=torch.int64, device=device)
         if device.type == "cuda" and key not in self.shared.warm:
             self.shared.warm.add(key)

@@ -5,20 +5,37 @@ In-process engines and `apply_model`: `of_this_process()`. Workers in other proc
 """
 
 import atexit
+import contextlib
 import json
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _runners: "list[weakref.ref[Any]]" = []
+_ended: list[
+    dict[str, Any]
+] = []  # layers that went since the last one was made: vLLM drops them before it ends
 
 
-def add(runner: Any) -> None:
-    """A staged runner of this process, or one that fell back; it is listed as long as it lives."""
+def add(runner: Any, tell: Callable[[], dict[str, Any]]) -> None:
+    """A staged runner of this process, or one that fell back; it is listed as long as it lives.
+
+    `tell` gives its entry once more when it goes, and must not hold it: what is written at the very end has it too.
+    """
+    _ended.clear()
     _runners.append(weakref.ref(runner))
+    weakref.finalize(runner, _keep_last_words, tell).atexit = False
+
+
+def _keep_last_words(tell: Callable[[], dict[str, Any]]) -> None:
+    with contextlib.suppress(
+        Exception
+    ):  # the device may be gone: better no entry than an error at the end
+        _ended.append(tell())
 
 
 def of_this_process() -> dict[str, Any]:
@@ -27,9 +44,12 @@ def of_this_process() -> dict[str, Any]:
     `calls` are calls from Python: a captured CUDA graph is one, its replays are none. `runs` is counted on the device
     (with EPMOE_COUNT=1) and counts replays. Warm-up and dummy batches count like all others.
     """
+    return _of([runner.epmoe_report() for ref in _runners if (runner := ref()) is not None])
+
+
+def _of(layers: list[dict[str, Any]]) -> dict[str, Any]:
     from epmoe.vllm_plugin import hook
 
-    layers = [runner.epmoe_report() for ref in _runners if (runner := ref()) is not None]
     ranks = {layer.pop("rank", 0) for layer in layers}
     return {
         "pid": os.getpid(),
@@ -62,9 +82,13 @@ def tick(folder: str | None, calls: int) -> None:
         write(folder)
 
 
-def write(folder: str) -> Path:
-    """Write FOLDER/rank-<r>.json, whole or not at all."""
+def write(folder: str) -> Path | None:
+    """Write FOLDER/rank-<r>.json, whole or not at all; None where this process has had no layer."""
     data = of_this_process()
+    if not data["layers"]:
+        data = _of([dict(one) for one in _ended])
+    if not data["layers"]:
+        return None
     target = Path(folder) / f"rank-{data['rank']}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(f".{os.getpid()}")

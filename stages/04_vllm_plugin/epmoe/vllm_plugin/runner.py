@@ -6,10 +6,12 @@ the seam: vLLM's MoERunner (Apache-2.0), vllm/model_executor/layers/fused_moe/ru
 
 # pyright: reportMissingImports=false
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_ep_group, get_tp_group
 from vllm.forward_context import get_forward_context
@@ -66,6 +68,7 @@ class StagedMoERunner(MoERunner):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        hook.refuse_other_environment()
         settings, config = hook.current(), get_current_vllm_config()
         self.staged: StagedExperts | None = None
         self.fallback_reasons = self._reasons(config, kwargs)
@@ -81,7 +84,10 @@ class StagedMoERunner(MoERunner):
             # a stage (no second sum over ranks) is not what fits around vLLM's own experts
             config.additional_config["epmoe"] = settings.stage
         self._forward_entry = self._select_forward()
-        report.add(self)
+        grid, group = self.moe_config.moe_parallel_config, get_tp_group()
+        rank = (get_ep_group() if grid.use_ep else group).rank_in_group
+        self._tell = partial(entry, self.layer_name, rank, self.staged, self.fallback_reasons)
+        report.add(self, self._tell)
         if settings.report:
             report.keep_in(settings.report)
 
@@ -115,6 +121,7 @@ class StagedMoERunner(MoERunner):
             input_ids=input_ids,
         )
         sizes, padding_T = self._step(len(hidden_states))
+        self.staged.follow(self.routed_experts.w13_weight, self.routed_experts.w2_weight)
         y_TH = self.staged(hidden_states, ids_TK, weights_TK.float(), sizes, padding_T)
         report.tick(self.staged.settings.report, self.staged.calls)
         if shared_experts_overlapping:
@@ -128,6 +135,8 @@ class StagedMoERunner(MoERunner):
         context = get_forward_context()
         metadata, padding = context.dp_metadata, getattr(context, "is_padding", None)
         sizes = None if metadata is None else [int(n) for n in metadata.local_sizes]
+        if not getattr(envs, "VLLM_MOE_SKIP_PADDING", True):
+            padding = None  # vLLM hands the mask over all the same, and no longer fills it
         fits = padding is not None and len(padding) == tokens  # not where sequence parallelism cut
         return sizes, padding if fits and not self.moe_config.is_sequence_parallel else None
 
@@ -229,15 +238,14 @@ class StagedMoERunner(MoERunner):
 
     def epmoe_report(self) -> dict[str, Any]:
         """This layer's entry of the report."""
-        rank = get_ep_group().rank_in_group if self.moe_config.moe_parallel_config.use_ep else 0
-        if self.staged is None:
-            return {
-                "layer": self.layer_name,
-                "stage": "native",
-                "why": self.fallback_reasons,
-                "rank": rank,
-            }
-        return {**self.staged.describe(), "rank": rank}
+        return self._tell()
+
+
+def entry(name: str, rank: int, staged: StagedExperts | None, why: list[str]) -> dict[str, Any]:
+    """A layer's entry of the report, as long as anybody holds its experts."""
+    if staged is None:
+        return {"layer": name, "stage": "native", "why": why, "rank": rank}
+    return {**staged.describe(), "rank": rank}
 
 
 def device_of(moe: Any) -> torch.device:
@@ -276,6 +284,7 @@ def shared_by_layers(moe: Any) -> Shared:
             group = groups.join(
                 coordinator.device_group, device, control_group=coordinator.cpu_group
             )
-            end_graphs_before(coordinator)
+            for ended in (get_tp_group(), coordinator):  # in vLLM's order
+                end_graphs_before(ended)
         _shared[coordinator] = Shared(group)
     return _shared[coordinator]
