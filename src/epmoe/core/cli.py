@@ -9,7 +9,17 @@ import typer
 from rich.table import Table
 
 from epmoe.core import registry
-from epmoe.core.commands.terminal import Device, Dtype, Json, Ranks, deliver, notes
+from epmoe.core.commands.terminal import (
+    Device,
+    Dtype,
+    Json,
+    Ranks,
+    deliver,
+    notes,
+    read_words,
+    target_in_new_folder,
+    time_limit,
+)
 from epmoe.core.errors import EpmoeError
 from epmoe.core.ranks.torchrun import world_size
 
@@ -27,7 +37,9 @@ def main() -> None:
     try:
         app()
     except EpmoeError as error:
-        notes.print(f"epmoe: {error}", style="bold red", highlight=False, markup=False)
+        notes.print(
+            f"epmoe: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True
+        )
         for note in getattr(error, "__notes__", ()):
             notes.print(note, highlight=False, markup=False)
         sys.exit(2)
@@ -59,7 +71,9 @@ def tour(
         Path | None, typer.Option(help="A checkpoint. The tiny one by default.")
     ] = None,
     dtype: Dtype = "auto",
-    timeout: Annotated[float, typer.Option(help="Seconds for each stage.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for each stage.", callback=time_limit)
+    ] = 120.0,
     json_to: Json = None,
 ) -> None:
     """Run one real MoE layer on real text through every stage, and hold each rank against the oracle."""
@@ -68,7 +82,7 @@ def tour(
     from epmoe.core.tour.view import render
 
     stages = tours.runnable_stages(stage or [])
-    words = text.read_text() if text else tours.TEXT
+    words = read_words(text) if text else tours.TEXT
     report = guide(
         notes,
         stages,
@@ -102,7 +116,9 @@ def check(
     device: Device = "auto",
     dtype: Dtype = "auto",
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds of each draw.")] = 2,
-    timeout: Annotated[float, typer.Option(help="Seconds for each case.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for each case.", callback=time_limit)
+    ] = 120.0,
     json_to: Json = None,
 ) -> None:
     """Hold a stage against the oracle on every rank, with random draws. Exit code 1 when it is wrong."""
@@ -133,9 +149,14 @@ def tune(
         int, typer.Option(min=1, help="How many tiles to try of each product.")
     ] = 40,
     out: Annotated[
-        Path | None, typer.Option(help="The file; by default the one that layers read.")
+        Path | None,
+        typer.Option(
+            help="The file; by default the one that layers read.", callback=target_in_new_folder
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for each T, several ranks.")] = 900.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for each T, several ranks.", callback=time_limit)
+    ] = 900.0,
     json_to: Json = None,
 ) -> None:
     """Measure tile sizes on the expert group, slowest rank counts; layers look them up. Goes on where it stopped."""

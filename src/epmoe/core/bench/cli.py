@@ -17,6 +17,11 @@ from epmoe.core.bench.run import Config, estimate_seconds, run
 from epmoe.core.bench.subjects import resolve_names
 from epmoe.core.bench.view import render
 from epmoe.core.bench.workload import Routing
+from epmoe.core.commands.terminal import (
+    json_target_in_new_folder,
+    target_in_new_folder,
+    time_limit,
+)
 from epmoe.core.errors import InputError
 from epmoe.core.launch import launch
 from epmoe.core.plan.render import parse_tokens
@@ -40,6 +45,7 @@ app = typer.Typer(
 _console = Console()
 _notes = Console(stderr=True)
 _Whole = Annotated[int, typer.Option(min=1)]
+_LAST_SEED = 2**32 - 1  # others follow from it, and torch takes 64 bits
 
 
 @app.command("run")
@@ -70,7 +76,7 @@ def run_command(
         str, typer.Option(help="uniform, zipf, hot_expert or one_rank.")
     ] = "uniform",
     skew: Annotated[float, typer.Option(help="Exponent of zipf.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of weights and draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=_LAST_SEED, help="Of weights and draws.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     router: Annotated[
@@ -85,7 +91,8 @@ def run_command(
         Path | None, typer.Option(help="Chosen vLLM configurations, in vLLM's format; no sweep.")
     ] = None,
     save_vllm_config: Annotated[
-        Path | None, typer.Option(help="Where to write what the sweep chose.")
+        Path | None,
+        typer.Option(help="Where to write what the sweep chose.", callback=target_in_new_folder),
     ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Record kernel times too: where the time goes.")
@@ -96,13 +103,20 @@ def run_command(
     seconds: Annotated[
         float | None, typer.Option(help="Start no new T after so many seconds.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for everything, several ranks.")] = 1800.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for everything, several ranks.", callback=time_limit)
+    ] = 1800.0,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Say how long the timed part takes, and stop.")
     ] = False,
     json_to: Annotated[
         str | None,
-        typer.Option("--json", metavar="[FILE]", help="Write JSON to FILE, or print it."),
+        typer.Option(
+            "--json",
+            metavar="[FILE]",
+            help="Write JSON to FILE, or print it.",
+            callback=json_target_in_new_folder,
+        ),
     ] = None,
 ) -> None:
     """Time subjects from router logits to the combined output, interleaved, each behind its gates."""
@@ -184,9 +198,17 @@ def padding_command(
         str, typer.Option(help="Kinds, with commas; zipf:1.0 gives the exponent.")
     ] = "uniform,zipf:0.6,zipf:1.0,hot_expert,one_rank",
     draws: Annotated[int, typer.Option(min=1, help="Draws to average over.")] = 3,
-    timeout: Annotated[float, typer.Option(help="Seconds for each count.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for each count.", callback=time_limit)
+    ] = 120.0,
     json_to: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE.")
+        str | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write JSON to FILE.",
+            callback=json_target_in_new_folder,
+        ),
     ] = None,
 ) -> None:
     """Count rows sent and computed against rows needed, on real CPU ranks."""

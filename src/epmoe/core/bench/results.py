@@ -131,6 +131,9 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Write JSON, whole or not at all: a reader never sees half a file."""
+        if path.exists() and not path.is_file():  # a device such as /dev/stdout is not replaced
+            path.write_text(self.text())
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_name(path.name + ".part")
         half.write_text(self.text())

@@ -5,6 +5,7 @@ Everything follows from seeds, so any rank knows what any other one brings and c
 Legend: T tokens per rank, H hidden, I intermediate, E experts, K experts per token, EP ranks.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,8 @@ class Routing:
     def __post_init__(self):
         if self.kind not in ROUTINGS:
             raise InputError(f"routing={self.kind!r}: choose one of {', '.join(ROUTINGS)}")
+        if not math.isfinite(self.skew):
+            raise InputError(f"skew={self.skew}: give a finite exponent, such as 1.0")
 
     @classmethod
     def parse(cls, word: str) -> "Routing":

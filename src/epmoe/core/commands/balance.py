@@ -1,6 +1,5 @@
 """`epmoe balance`: a map from counts, or from a checkpoint's own routing on text, with what it gains."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +10,10 @@ from rich import box
 from rich.table import Table
 
 from epmoe.core.balance import Balance, balance
-from epmoe.core.commands.terminal import Json, deliver
+from epmoe.core.commands.terminal import Json, deliver, read_words
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement
+from epmoe.core.reading import read_json
 
 Counts = Mapping[int, Sequence[int]]  # by layer
 
@@ -54,10 +54,7 @@ def balance_command(
 
 def read_counts(path: Path) -> Counts:
     """Layer -> assignments of every expert, from a JSON file; a single list is layer 0. Else an InputError."""
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"no counts in {path}: {error}") from error
+    data = read_json(path, "counts")
     if not isinstance(data, list) or not data:
         raise InputError(f"{path} holds no counts: write [12, 0, 7, ...], or one such list a layer")
     layers = data if all(isinstance(one, list) for one in data) else [data]
@@ -70,7 +67,7 @@ def routed_counts(model: Path, layer: int | None, text: Path | None, tokens: int
     from epmoe.core.checkpoints import hidden_states_of_layers, inspect, load_layer
     from epmoe.core.tour import TEXT
 
-    info, words = inspect(model), text.read_text() if text else TEXT
+    info, words = inspect(model), read_words(text) if text else TEXT
     layers, counts = info.moe_layers if layer is None else (layer,), {}
     for index, x_TH in hidden_states_of_layers(model, layers, words, tokens).items():
         weights = load_layer(model, index, experts=())

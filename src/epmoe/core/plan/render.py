@@ -12,12 +12,15 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from epmoe.core.commands.terminal import Json, write_answer
 from epmoe.core.draws import draw as drawing
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement, parse_placement
 from epmoe.core.plan import Plan, RankPlan, Wire, plan
 from epmoe.core.plan.gpus import Gpu, custom_gpu, named_gpu
 from epmoe.core.shape import MoEShape, named_shape
+
+_LAST_SEED = 2**32 - 1  # every rank draws with a seed of its own that follows from it
 
 
 def render(plan: Plan) -> RenderableType:
@@ -83,11 +86,8 @@ def plan_command(
         str | None,
         typer.Option(help="Count one exact draw of this kind (see check) instead of expecting."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    json_to: Annotated[
-        str | None,
-        typer.Option("--json", metavar="[FILE]", help="Write JSON to FILE, or print it (-)."),
-    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=_LAST_SEED, help="Of the draw.")] = 0,
+    json_to: Json = None,
 ) -> None:
     """How fast can this layer be at all, and what has to travel? In expectation, or for one exact draw."""
     sizes = named_shape(shape)
@@ -101,9 +101,9 @@ def plan_command(
     if json_to == "-":
         typer.echo(text, nl=False)
         return
-    if json_to is not None:
-        Path(json_to).write_text(text)
     Console().print(render(plans[0]) if len(plans) == 1 else render_sweep(plans))
+    if json_to is not None:
+        write_answer(Path(json_to), text)
 
 
 def _draws(

@@ -11,7 +11,15 @@ from rich.text import Text as Words
 from epmoe.core import phase_times, registry, routing_stats, traces
 from epmoe.core.bench.workload import Routing
 from epmoe.core.checkpoints import hidden_states, inspect
-from epmoe.core.commands.terminal import Device, Dtype, Json, deliver, notes
+from epmoe.core.commands.terminal import (
+    Device,
+    Dtype,
+    Json,
+    deliver,
+    notes,
+    target_file,
+    time_limit,
+)
 from epmoe.core.errors import InputError
 from epmoe.core.launch import RankPool, open_ranks
 from epmoe.core.numerics import named_dtype
@@ -43,18 +51,22 @@ def trace_command(
     ] = "contiguous",
     device: Device = "auto",
     dtype: Dtype = "auto",
-    out: Annotated[Path, typer.Option(help="Where the trace for ui.perfetto.dev goes.")] = Path(
-        "trace.json"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Where the trace for ui.perfetto.dev goes.", callback=target_file)
+    ] = Path("trace.json"),
     stepper: Annotated[
-        Path | None, typer.Option(help="Also a few tokens row by row, for the site's stepper.")
+        Path | None,
+        typer.Option(
+            help="Also a few tokens row by row, for the site's stepper.", callback=target_file
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for all calls.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for all calls.", callback=time_limit)
+    ] = 300.0,
     json_to: Json = None,
 ) -> None:
     """Time every phase of a few calls on every rank: a trace, a table, and where the tokens went."""
     stage, ranks = registry.resolve(stage), world_size(ep)
-    _check_files(out, stepper)
     drawn = Routing.parse(routing or "uniform")
     scenario = _scenario(ranks, drawn.kind) if stepper else None
     if model and routing:
@@ -108,13 +120,6 @@ def render(report: Report) -> RenderableType:
 def _write(path: Path, data: dict, words: str) -> None:
     path.write_text(json.dumps(data) + "\n")
     notes.print(f"{path}: {words}", highlight=False)
-
-
-def _check_files(*paths: Path | None) -> None:
-    """Raise InputError before anything runs where a file could not be written."""
-    for path in paths:
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise InputError(f"{path} cannot be written: name a file in a folder that exists")
 
 
 def _scenario(ranks: int, routing: str) -> traces.Scenario:

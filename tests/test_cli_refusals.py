@@ -1,0 +1,115 @@
+"""What the commands refuse before anything runs: places that cannot be written, files that cannot be read, limits."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from epmoe.core import cli, launch
+from epmoe.core.bench import results
+from epmoe.core.commands.terminal import check_files
+from epmoe.core.errors import InputError
+
+RUNS = ("tour", "check 00", "trace 00", "stages", "doctor", "plan", "bench", "bench padding")
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch):
+    """No rank starts, and no program runs in this process either."""
+
+    def started(*args, **kwargs):
+        pytest.fail("ranks were started before the arguments were looked at")
+
+    monkeypatch.setattr(launch, "choose_here", started)
+    monkeypatch.setattr("epmoe.core.bench.cli.run", started)
+    monkeypatch.setattr("epmoe.core.commands.doctor.diagnose", started)
+
+
+def refused(*words: object) -> str:
+    """What the InputError of a command line says."""
+    result = CliRunner().invoke(cli.app, [str(word) for word in words])
+    assert isinstance(result.exception, InputError), (result.exception, result.output)
+    return str(result.exception)
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_json_into_a_folder_is_refused_before_the_run(command, tmp_path):
+    assert f"{tmp_path} cannot be written" in refused(*command.split(), "--json", tmp_path)
+
+
+@pytest.mark.parametrize("command", [run for run in RUNS if not run.startswith("bench")])
+def test_json_in_a_missing_folder_is_refused_before_the_run(command, tmp_path):
+    assert "cannot be written" in refused(*command.split(), "--json", tmp_path / "no" / "a.json")
+
+
+def test_bench_makes_folders_but_none_below_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    check_files(tmp_path / "new" / "newer" / "a.json", makes_folders=True)
+    for words in (("bench",), ("bench", "padding")):
+        assert "cannot be written" in refused(*words, "--json", tmp_path / "file" / "a.json")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["bench --save-vllm-config", "tune --out", "trace 00 --out", "trace 00 --stepper"],
+)
+def test_other_targets_are_refused_before_the_run(words, tmp_path):
+    assert "cannot be written" in refused(*words.split(), tmp_path)
+
+
+def test_a_result_does_not_replace_a_device(tmp_path):
+    """`--json /dev/stdout` as root would have put a file in its place."""
+    result = results.Result(created="now", command="epmoe", machine={}, setting={})
+    path = tmp_path / "device"
+    path.symlink_to("/dev/null")
+    result.save(path)
+    assert path.is_symlink()
+    assert not path.is_file()
+
+
+@pytest.mark.parametrize("command", ["tour", "balance --model models/tiny-glm-moe"])
+@pytest.mark.parametrize("kind", ["missing", "folder", "bytes"])
+def test_text_that_cannot_be_read_is_refused(command, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    path = tmp_path / "text"
+    if kind == "folder":
+        path.mkdir()
+    if kind == "bytes":
+        path.write_bytes(b"\xff\xfe\xfa")
+    assert str(path) in refused(*command.split(), "--text", path)
+
+
+@pytest.mark.parametrize("limit", ["nan", "inf", "0", "-3"])
+@pytest.mark.parametrize("command", ["tour", "check 00", "trace 00", "bench", "bench padding"])
+def test_a_time_limit_that_is_none_is_refused(command, limit):
+    assert "give a finite number above 0" in refused(*command.split(), "--timeout", limit)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["trace 00 --routing zipf:nan", "bench --skew nan", "bench padding --routings zipf:inf"],
+)
+def test_a_skew_that_is_no_number_is_refused(words):
+    assert "give a finite exponent" in refused(*words.split())
+
+
+@pytest.mark.parametrize("command", ["plan --draw uniform", "bench"])
+def test_a_seed_that_torch_cannot_take_is_refused(command):
+    result = CliRunner().invoke(cli.app, [*command.split(), "--seed", "9" * 20])
+    assert result.exit_code == 2
+    assert "--seed" in result.output
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["epmoe", "plan", "--json", str(tmp_path / "a" / "b.json")])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_shared_json_option_still_prints():
+    result = CliRunner().invoke(cli.app, ["plan", "--tokens", "1", "--json", "-"])
+    assert len(json.loads(result.stdout)) == 1
