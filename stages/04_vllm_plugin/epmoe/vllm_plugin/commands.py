@@ -1,6 +1,11 @@
 """`epmoe vllm`: compare stages inside vLLM, or one of its MoE layers without an engine."""
 
+import contextlib
 import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,7 +72,7 @@ def compare(
     from epmoe.vllm_plugin import compare as comparing
     from epmoe.vllm_plugin import engines, view
 
-    options = [text.partition("=") for text in option or []]
+    _check_files(json_to, plot)
     plan = comparing.Plan(
         model=str(model),
         stages=comparing.resolve_stages(stages),
@@ -83,16 +88,16 @@ def compare(
         repeats=repeats,
         sabotage=sabotage,
         timeout=timeout,
-        options={comparing.resolve_stages(name)[0]: text for name, _, text in options},
-        engine=_json(engine),
+        options=_stage_options(option or ()),
+        engine=_json(engine, "--engine"),
         at_once=at_once,
     )
-    found = comparing.compare(
-        comparing.with_limits(plan, length), engines.find_python(python), _say
-    )
+    limited = comparing.with_limits(plan, length)
+    with _leaving_on_sigterm():
+        found = comparing.compare(limited, engines.find_python(python), _say)
+    _deliver(found.as_dict(), json_to, view.with_last_words(found))
     if plot:
         view.picture(found).save(plot)
-    _deliver(found.as_dict(), json_to, view.with_last_words(found))
     raise typer.Exit(0 if found.right else 1)
 
 
@@ -121,6 +126,7 @@ def layer(
     from epmoe.vllm_plugin import compare as comparing
     from epmoe.vllm_plugin import engines, layers
 
+    _check_files(json_to)
     plan = layers.LayerPlan(
         model=str(model),
         layer=index,
@@ -128,12 +134,13 @@ def layer(
         dp=dp,
         tp=tp,
         sequence_parallel=sequence_parallel,
-        tokens=tuple(int(part) for part in tokens.split(",")),
+        tokens=layers.read_tokens(tokens),
         dtype=dtype,
         device=device,
         timeout=timeout,
     )
-    found = layers.compare(plan, engines.find_python(python), _say)
+    with _leaving_on_sigterm():
+        found = layers.compare(plan, engines.find_python(python), _say)
     _deliver(found.as_dict(), json_to, layers.table(found))
     raise typer.Exit(0 if found.right else 1)
 
@@ -142,13 +149,62 @@ def _say(words: str) -> None:
     _notes.print(words, style="dim", highlight=False, markup=False)
 
 
-def _json(text: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """SIGTERM leaves through `finally` blocks, which end the ranks and remove their folder."""
+    if threading.current_thread() is not threading.main_thread():  # only there handlers can be set
+        yield
+        return
+
+    def leave(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would break off the cleaning
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _check_files(json_to: str | None, plot: Path | None = None) -> None:
+    """Before anything runs: what could not be written afterwards would be lost."""
+    if plot is not None and plot.suffix not in (".svg", ".png"):
+        raise InputError(f"--plot {plot}: give a file that ends in .svg or .png")
+    to_write = {"--json": Path(json_to) if json_to not in (None, "-") else None, "--plot": plot}
+    for name, path in to_write.items():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise InputError(f"{name} {path}: there is no folder {path.parent}, make it first")
+        if path.is_dir():
+            raise InputError(f"{name} {path} is a folder: give a file")
+
+
+def _stage_options(given: Sequence[str]) -> dict[str, str]:
+    """By registered name: `03={"without": "merge"}`. Raises InputError for anything else."""
+    from epmoe.vllm_plugin import compare as comparing
+
+    options = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        stages = comparing.resolve_stages(name)
+        if not equals or len(stages) != 1:
+            raise InputError(
+                f'--option {text!r}: give a stage, = and JSON: 03={{"without": "merge"}}'
+            )
+        _json(value, f"--option {name}=")
+        options[stages[0]] = value
+    return options
+
+
+def _json(text: str, option: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise InputError(f"--engine {text!r} is not JSON: {error}") from error
+        raise InputError(f"{option} {text!r} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise InputError(f"--engine {text!r}: give a JSON object")
+        raise InputError(f"{option} {text!r}: give a JSON object")
     return found
 
 

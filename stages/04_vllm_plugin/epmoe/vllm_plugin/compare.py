@@ -1,16 +1,18 @@
 """The same prompts through vLLM with its own experts and with each stage's, every run in fresh processes."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from epmoe.core import registry
 from epmoe.core.errors import InputError, RankFailedError, RunTimeoutError
 from epmoe.vllm_plugin import engines
-from epmoe.vllm_plugin.jobs import Job, Request
+from epmoe.vllm_plugin.jobs import Job, Request, check_place
 from epmoe.vllm_plugin.judge import Outcome, StageResult, judge
 from epmoe.vllm_plugin.settings import NATIVE, NATIVE_EAGER
 
@@ -66,6 +68,7 @@ class Plan:
     at_once: bool = False
 
     def __post_init__(self):
+        check_place(self.stages, self.device)
         if self.at_once and self.repeats:
             raise InputError(
                 f"at_once with repeats={self.repeats}: engines that run together have no times of their own"
@@ -79,6 +82,15 @@ class Plan:
         if NATIVE not in self.stages:
             raise InputError(
                 f"stages={','.join(self.stages)}: {NATIVE} is missing, there is nothing to hold them against"
+            )
+        if NATIVE_EAGER in self.stages and not self.compiled:
+            raise InputError(
+                f"{NATIVE_EAGER} without compiled: {NATIVE} is eager as well then; give --compiled or leave it out"
+            )
+        unused = sorted(set(self.options) - set(self.stages))
+        if unused:
+            raise InputError(
+                f"options of {', '.join(unused)}, which is not in stages={','.join(self.stages)}"
             )
 
 
@@ -169,6 +181,7 @@ def compare(plan: Plan, python: str, say: Callable[[str], None] = print) -> Comp
     stages = sorted(plan.stages, key=lambda stage: stage != NATIVE)
     outcomes: dict[str, list[Outcome]] = {stage: [] for stage in stages}
     failed: dict[str, str] = {}
+    stop = threading.Event()
 
     def attempt(stage: str, number: int) -> None:
         if stage in failed:
@@ -176,7 +189,7 @@ def compare(plan: Plan, python: str, say: Callable[[str], None] = print) -> Comp
         what, began = f"round {number + 1} of {plan.rounds}: {stage}", time.monotonic()
         say(what)
         try:
-            outcomes[stage].append(run_once(plan, stage, requests, python))
+            outcomes[stage].append(run_once(plan, stage, requests, python, stop))
         except (RankFailedError, RunTimeoutError) as error:
             say(f"{what} failed after {time.monotonic() - began:.0f} s")
             failed[stage] = str(error)
@@ -187,26 +200,54 @@ def compare(plan: Plan, python: str, say: Callable[[str], None] = print) -> Comp
 
     for number in range(plan.rounds):
         order = stages if number % 2 == 0 else stages[::-1]
-        with ThreadPoolExecutor(len(order) if plan.at_once else 1) as threads:
-            list(threads.map(attempt, order, [number] * len(order)))
+        work = [partial(attempt, stage, number) for stage in order]
+        if plan.at_once:
+            together(work, stop)
+            continue
+        for one in work:  # in this thread: an interrupt ends the engine that runs
+            one()
     native = outcomes[NATIVE]
     results = [judge(stage, outcomes[stage], native) for stage in stages if stage not in failed]
     machine = native[0].answers[0].machine
     return Comparison(plan=plan, machine=machine, results=results, failed=failed)
 
 
-def run_once(plan: Plan, stage: str, requests: Sequence[Request], python: str) -> Outcome:
+def together(work: Sequence[Callable[[], None]], stop: threading.Event) -> None:
+    """Every piece in a thread of its own; after an error or an interrupt `stop` is set, so that the others end."""
+    with ThreadPoolExecutor(len(work)) as threads:
+        try:
+            for done in as_completed([threads.submit(one) for one in work]):
+                done.result()
+        except BaseException:
+            stop.set()
+            raise
+
+
+def run_once(
+    plan: Plan,
+    stage: str,
+    requests: Sequence[Request],
+    python: str,
+    stop: threading.Event | None = None,
+) -> Outcome:
     """One fresh engine on `stage`. Raises what `engines.run` raises."""
     job, order = job_for(plan, stage, requests)
     variables = {"EPMOE_STAGE_OPTIONS": plan.options.get(stage, "")}
     if plan.device == "cuda":
         variables["EPMOE_COUNT"] = "1"
-    return Outcome(job, engines.run(job, python, plan.device, plan.timeout, variables), order)
+    answers = engines.run(job, python, plan.device, plan.timeout, variables, stop)
+    return Outcome(job, answers, order)
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """One prompt per line; `\\n` in a line is a line break. Raises InputError for a file without one."""
-    lines = [line.replace("\\n", "\n") for line in path.read_text().splitlines() if line.strip()]
+    """One prompt per line; `\\n` in a line is a line break. Raises InputError for a file without one, or none."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"prompts={path}: {error}; give a text file, one prompt per line"
+        ) from error
+    lines = [line.replace("\\n", "\n") for line in text.splitlines() if line.strip()]
     if not lines:
         raise InputError(f"{path} holds no prompt: write one per line")
     return tuple(lines)

@@ -1,4 +1,4 @@
-"""One rank of one vLLM engine: `python -m epmoe.vllm_plugin.engine_program JOB.json FOLDER`.
+"""One rank of one vLLM engine: `python -m epmoe.vllm_plugin.engine_program JOB.json FOLDER PARENT`.
 
 Started by `engines.run`, with EPMOE_STAGE and vLLM's variables set; with several ranks as torchrun would start it. The
 engine runs in this process, so that the report and a sabotage reach the model directly.
@@ -15,7 +15,7 @@ import torch
 
 from epmoe.core.bench.provenance import machine
 from epmoe.core.ranks import stacks
-from epmoe.vllm_plugin import report
+from epmoe.vllm_plugin import engines, report
 from epmoe.vllm_plugin.jobs import Answer, Job
 
 TOP = 5  # log-probabilities kept of each generated token
@@ -111,7 +111,8 @@ def timed(work: Any) -> float:
     return time.perf_counter() - start
 
 
-def main(job_file: str, folder: str) -> None:
+def main(job_file: str, folder: str, parent: str) -> None:
+    engines.end_with(int(parent))
     stacks.tell_on_request()
     rank, job = int(os.environ.get("RANK", 0)), Job.load(job_file)
     run(job, rank).save(Path(folder) / f"answer-{rank}.json")

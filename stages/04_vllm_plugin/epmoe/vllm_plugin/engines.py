@@ -1,6 +1,7 @@
 """Start one engine run on one or several ranks, in the Python that has vLLM, and collect what the ranks answer."""
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -8,7 +9,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from epmoe.core.errors import RankFailedError, RunTimeoutError, UnsupportedError
@@ -78,6 +81,7 @@ def run(
     device: str = "cpu",
     timeout: float = 300.0,
     variables: dict[str, str] | None = None,
+    stop: threading.Event | None = None,
 ) -> list[Answer]:
     """The answers of all ranks, in rank order; every rank is a fresh process.
 
@@ -87,9 +91,10 @@ def run(
         device: "cpu" or "cuda".
         timeout: seconds for all of it.
         variables: more for the ranks' environment.
+        stop: set by another thread, it ends the ranks.
 
     Raises:
-        RankFailedError: a rank ended with an error; its last lines are in the message.
+        RankFailedError: a rank ended with an error, its last lines are in the message; or `stop` was set.
         RunTimeoutError: not done in time; all ranks are ended.
     """
     with tempfile.TemporaryDirectory(prefix="epmoe-vllm-") as name:
@@ -97,7 +102,7 @@ def run(
         job.save(folder / "job.json")
         env = environment(job.stage, device, variables or {})
         what = f"{job.stage}, dp={job.dp}, tp={job.tp}"
-        run_ranks(PROGRAM, folder, python, env, world, timeout, what)
+        run_ranks(PROGRAM, folder, python, env, world, timeout, what, stop)
         return [Answer.load(folder / f"answer-{rank}.json") for rank in range(world)]
 
 
@@ -109,22 +114,81 @@ def run_ranks(
     world: int,
     timeout: float,
     what: str,
+    stop: threading.Event | None = None,
 ) -> None:
-    """Run `python -m program folder/job.json folder` on `world` ranks that meet as torchrun's do. Raises as `run`."""
+    """Run `python -m program folder/job.json folder OUR-PID` on `world` ranks that meet as torchrun's do.
+
+    Raises as `run`. However it ends, no rank is left: it ends them, and if it is killed itself, see `end_with`.
+    """
     port, before = str(free_port()), shared_memory()
-    ranks = [_start(program, folder, python, env, rank, world, port) for rank in range(world)]
+    ranks: list[subprocess.Popen] = []
     try:
-        _wait(ranks, folder, time.monotonic() + timeout, what)
+        with _held_back():
+            for rank in range(world):
+                ranks.append(_start(program, folder, python, env, rank, world, port))
+        _wait(ranks, folder, time.monotonic() + timeout, what, stop)
     finally:
-        for rank in ranks:
-            _end(rank)
+        for process in ranks:
+            _end(process)
         for left in shared_memory() - before:
-            left.unlink(missing_ok=True)
+            if not in_use(left):
+                left.unlink(missing_ok=True)
+
+
+def end_with(parent: int) -> None:
+    """In a rank: from now on it is killed when the process that started it ends, in whatever way. Linux only.
+
+    Linux sends the signal when the THREAD that forked ends; `run_ranks` waits for its ranks in that thread.
+    """
+    if sys.platform != "linux":
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    try:
+        os.kill(parent, 0)
+    except ProcessLookupError:  # it ended before the line above
+        os._exit(1)
 
 
 def shared_memory() -> set[Path]:
-    """Files of vLLM's CPU groups: named alike in every run, and a run that finds one of another does not start."""
+    """Files of vLLM's CPU groups, ours and other runs'.
+
+    vLLM names them after VLLM_DIST_IDENT, which its CPU worker takes from how ranks meet: with torchrun's variables
+    that is no port, and the names are alike in every run. A run that finds one of another does not start.
+    """
     return set(Path("/dev/shm").glob("*cpushm_*"))
+
+
+def in_use(path: Path) -> bool:
+    """Whether it is somebody else's: of another user, or some process has it mapped."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_uid != os.getuid():
+            return True
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            if str(path) in maps.read_text(errors="replace"):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Interrupts come at the end: after a process has started and before it is noted, they would leave it behind."""
+    if threading.current_thread() is not threading.main_thread():  # no other gets any
+        yield
+        return
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def _start(
@@ -137,7 +201,7 @@ def _start(
         mine |= {"MASTER_PORT": port, "VLLM_DIST_IDENT": port}
     with (folder / f"log-{rank}.txt").open("w") as log:
         return subprocess.Popen(
-            [python, "-m", program, str(folder / "job.json"), str(folder)],
+            [python, "-m", program, str(folder / "job.json"), str(folder), str(os.getpid())],
             env=mine,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -145,11 +209,19 @@ def _start(
         )
 
 
-def _wait(ranks: list[subprocess.Popen], folder: Path, until: float, what: str) -> None:
+def _wait(
+    ranks: list[subprocess.Popen],
+    folder: Path,
+    until: float,
+    what: str,
+    stop: threading.Event | None,
+) -> None:
     while any(rank.poll() is None for rank in ranks):
         failed = next((r for r, one in enumerate(ranks) if one.poll() not in (None, 0)), None)
         if failed is not None:
             break
+        if stop is not None and stop.is_set():
+            raise RankFailedError(f"{what}: stopped")
         if time.monotonic() > until:
             raise RunTimeoutError(f"{what}: not done in time; {_where(ranks, folder)}")
         time.sleep(0.1)

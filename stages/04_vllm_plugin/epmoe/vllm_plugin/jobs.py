@@ -1,9 +1,14 @@
 """What one engine run is told and what it answers, as JSON: the two sides may be different Python environments."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from epmoe.core.errors import InputError
+
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +85,14 @@ class Answer:
     @staticmethod
     def load(path: str | Path) -> "Answer":
         return Answer(**json.loads(Path(path).read_text()))
+
+
+def check_place(stages: Sequence[str], device: str) -> None:
+    """What every comparison refuses: a stage named twice, a device that is none. Raises InputError."""
+    twice = sorted({stage for stage in stages if stages.count(stage) > 1})
+    if twice:
+        raise InputError(
+            f"stages={','.join(stages)}: {', '.join(twice)} is there twice, name every stage once"
+        )
+    if device not in DEVICES:
+        raise InputError(f"device={device!r}: choose one of {', '.join(DEVICES)}")

@@ -1,4 +1,7 @@
-"""One rank of one bare layer: `python -m epmoe.vllm_plugin.layer_program JOB.json FOLDER`. Started by `layers`."""
+"""One rank of one bare layer: `python -m epmoe.vllm_plugin.layer_program JOB.json FOLDER PARENT`.
+
+Started by `layers`.
+"""
 
 import json
 import os
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from epmoe.core import checkpoints
 from epmoe.core.ranks import stacks
-from epmoe.vllm_plugin import report
+from epmoe.vllm_plugin import engines, report
 
 
 def run(job: dict[str, Any], rank: int) -> tuple[Tensor, dict[str, Any]]:
@@ -50,7 +53,8 @@ def _mine(job: dict[str, Any], rank: int, tokens: int) -> slice:
     return slice(place * size, (place + 1) * size)
 
 
-def main(job_file: str, folder: str) -> None:
+def main(job_file: str, folder: str, parent: str) -> None:
+    engines.end_with(int(parent))
     stacks.tell_on_request()
     rank, job = int(os.environ.get("RANK", 0)), json.loads(Path(job_file).read_text())
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

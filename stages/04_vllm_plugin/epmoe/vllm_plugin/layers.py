@@ -14,7 +14,8 @@ from torch import Tensor
 from epmoe.core import checkpoints
 from epmoe.core.errors import InputError
 from epmoe.vllm_plugin import engines
-from epmoe.vllm_plugin.settings import NATIVE
+from epmoe.vllm_plugin.jobs import check_place
+from epmoe.vllm_plugin.settings import NATIVE, NATIVE_EAGER
 
 PROGRAM = "epmoe.vllm_plugin.layer_program"
 TEXT = "def read(path):\n    with open(path) as file:\n        return file.read()\n" * 8
@@ -38,6 +39,17 @@ class LayerPlan:
     timeout: float
 
     def __post_init__(self):
+        check_place(self.stages, self.device)
+        if NATIVE_EAGER in self.stages:
+            raise InputError(
+                f"{NATIVE_EAGER}: a layer without an engine is never compiled, leave it out"
+            )
+        if not set(self.stages) - {NATIVE}:
+            raise InputError(
+                f"stages={','.join(self.stages)}: nothing to hold against {NATIVE}, name a stage"
+            )
+        if min(self.tokens, default=0) < 0:
+            raise InputError(f"tokens={self.tokens}: give numbers of at least 0")
         if len(self.tokens) != self.dp:
             raise InputError(
                 f"tokens={self.tokens}: give one number for each of dp={self.dp} ranks"
@@ -91,6 +103,10 @@ def compare(plan: LayerPlan, python: str, say: Callable[[str], None] = print) ->
     index = info.moe_layers[0] if plan.layer is None else plan.layer
     total = sum(plan.tokens)
     x_TH = checkpoints.hidden_states(info.path, index, TEXT, max(1, total))[:total]
+    if len(x_TH) < total:
+        raise InputError(
+            f"tokens={plan.tokens}: {total} in all, the text has {len(x_TH)}; give fewer"
+        )
     say(f"{NATIVE} on 1 rank, {total} tokens")
     (expected_TH, _), *_ = _run(plan, index, NATIVE, [x_TH], 1, 1, python)
     results = []
@@ -101,6 +117,14 @@ def compare(plan: LayerPlan, python: str, say: Callable[[str], None] = print) ->
         answers = _run(plan, index, stage, list(x_TH.split(plan.tokens)), plan.dp, plan.tp, python)
         results.append(_judge(plan, stage, expected_TH, answers))
     return LayerComparison(plan=plan, layer=index, results=results)
+
+
+def read_tokens(text: str) -> tuple[int, ...]:
+    """ "7,2" as numbers. Raises InputError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise InputError(f"tokens={text!r}: give whole numbers of at least 0 with commas, like 7,2")
+    return tuple(map(int, parts))
 
 
 def _run(

@@ -1,5 +1,7 @@
 """A comparison as a table and as a picture."""
 
+import math
+
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -42,15 +44,25 @@ def row(result: StageResult) -> tuple[str, ...]:
     if not result.ran:
         calls = f"[red]{calls}: other code ran[/red]"
     seen = {None: "-", True: "noticed", False: "[red]not noticed[/red]"}
+    if not math.isfinite(result.max_logprob_distance):
+        distance = f"[red]{distance}[/red]"
     return (
         result.stage,
         f"{result.ranks} {mode}",
-        "equal" if result.equal else f"[red]{difference_words(result)}[/red]",
-        "-" if result.stage == NATIVE else distance,
+        ids_words(result),
+        "-" if result.stage == NATIVE and result.right else distance,
         calls,
         seen[result.sabotage_seen],
         speed(result),
     )
+
+
+def ids_words(result: StageResult) -> str:
+    """Red where it is wrong; the yardstick's text may differ."""
+    if not result.agreed:
+        return "[red]tensor-parallel ranks differ[/red]"
+    words = difference_words(result)
+    return words if result.equal or result.right else f"[red]{words}[/red]"
 
 
 def difference_words(result: StageResult) -> str:
@@ -74,14 +86,16 @@ def picture(comparison: Comparison) -> Picture:
     timed = any(result.against_native for result in comparison.results)
     rows = [r for r in comparison.results if r.stage != NATIVE]
     figure, axes = canvas(64, 6 + 4 * len(rows))
-    biggest = max((_value(r, timed)[2] for r in rows), default=0.0) or 1.0
+    ends = [_value(r, timed)[2] for r in rows]
+    biggest = max((end for end in ends if math.isfinite(end)), default=0.0) or 1.0
     left, width = 20.0, 30.0
     for place, result in enumerate(rows):
         middle, low, high = _value(result, timed)
         y = 4 + 4 * place
         colour = BLUE if result.right else RED
         axes.text(left - 1, y, result.stage, ha="right", va="center", color=INK, size=SMALL)
-        axes.barh(y, width * middle / biggest, 2.2, left=left, color=colour, alpha=0.75)
+        drawn = middle if math.isfinite(middle) else 0.0
+        axes.barh(y, width * drawn / biggest, 2.2, left=left, color=colour, alpha=0.75)
         if timed:
             axes.plot([left + width * v / biggest for v in (low, high)], [y, y], color=INK, lw=1)
         words = (
@@ -89,7 +103,7 @@ def picture(comparison: Comparison) -> Picture:
             if timed
             else f"{middle:.1e}, ids {'equal' if result.equal else 'differ'}"
         )
-        end = left + width * max(middle, high) / biggest + 0.8
+        end = left + width * max(drawn, high if timed else drawn) / biggest + 0.8
         axes.text(end, y, words, va="center", color=MUTED, size=SMALL)
     if timed:
         axes.axvline(left + width / biggest, color=ORANGE, lw=0.8)
