@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from epmoe.core.ambient import no_autocast
 from epmoe.core.errors import InputError
 from epmoe.core.layer import MoELayer
 from epmoe.core.numerics import matmul_float32, swiglu
@@ -41,7 +42,8 @@ class Router:
 
     def logits(self, x_TH: Tensor) -> Tensor:
         """logits_TE [T, E] float32."""
-        return x_TH.float() @ self.weight_EH.float().T
+        with no_autocast(x_TH.device):
+            return x_TH.float() @ self.weight_EH.float().T
 
 
 class MoEBlock:
@@ -64,5 +66,6 @@ class MoEBlock:
 
 def shared_expert(x_TH: Tensor, shared: ExpertWeights) -> Tensor:
     """The shared expert on every token: [T, H] float32."""
-    h_TI = swiglu(x_TH @ shared.w13_E2IH[0].T)
-    return matmul_float32(h_TI, shared.w2_EHI[0].T)
+    with no_autocast(x_TH.device):
+        h_TI = swiglu(x_TH @ shared.w13_E2IH[0].T)
+        return matmul_float32(h_TI, shared.w2_EHI[0].T)

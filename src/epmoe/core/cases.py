@@ -120,7 +120,9 @@ class Case:
         """x_TH that `rank` brings to `call`, on the CPU, in the case's dtype."""
         generator = torch.Generator().manual_seed(self._seed(call, rank) + 1)
         tokens = self.tokens[call][rank]
-        return torch.randn(tokens, self.shape.hidden, generator=generator).to(self.dtype)
+        return torch.randn(tokens, self.shape.hidden, generator=generator, dtype=torch.float32).to(
+            self.dtype
+        )
 
     def weights_of(self, experts: Sequence[int]) -> ExpertWeights:
         """Weights of global experts, on the CPU; expert e's down projection is scaled by e + 1."""

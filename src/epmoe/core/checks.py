@@ -3,7 +3,7 @@
 Only `bad_id` reads a device value, so it runs in checked mode alone.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from epmoe.core import choosing, registry
 from epmoe.core.errors import CapacityError, InputError, UnsupportedError
 from epmoe.core.placement import check_gone
+from epmoe.core.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from epmoe.core.layer_spec import LayerSpec
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 def check_spec(spec: "LayerSpec") -> None:
     """Raise InputError where shape, placement, weights, group, capacity and stage do not fit."""
     shape, weights, placement = spec.shape, spec.weights, spec.placement
+    if not isinstance(weights, ExpertWeights):
+        raise InputError(f"weights={weights!r}: give an ExpertWeights of this rank's experts")
     if placement.ranks != spec.group.size or placement.experts != shape.experts:
         raise InputError(
             f"placement maps {placement.experts} experts on {placement.ranks} ranks: "
@@ -35,7 +38,7 @@ def check_spec(spec: "LayerSpec") -> None:
         raise InputError(
             f"weights are on {weights.device}, the group on {spec.device}: move the weights"
         )
-    if not isinstance(spec.max_tokens_per_rank, int) or spec.max_tokens_per_rank < 1:
+    if not is_count(spec.max_tokens_per_rank) or spec.max_tokens_per_rank < 1:
         raise InputError(f"max_tokens_per_rank={spec.max_tokens_per_rank!r}: must be at least 1")
     if spec.overflow not in ("raise", "rounds"):
         raise InputError(f"overflow={spec.overflow!r}: choose 'raise' or 'rounds'")
@@ -43,6 +46,11 @@ def check_spec(spec: "LayerSpec") -> None:
         raise InputError(f"lost={spec.lost!r}: choose 'drop' or 'renormalise'")
     if spec.stage != choosing.AUTO:
         _check_stage(spec)
+
+
+def is_count(value: object) -> bool:
+    """A whole number, which True is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def problem_with_mask(
@@ -55,6 +63,8 @@ def problem_with_mask(
         )
     if capturing:
         return InputError("mask_ranks in a CUDA graph capture: call it between replays")
+    if not isinstance(gone, Iterable):
+        return InputError(f"gone={gone!r}: give the ranks as a collection, such as ({gone!r},)")
     try:
         check_gone(gone, spec.group.size)
     except InputError as error:
@@ -85,6 +95,11 @@ def problem_with_call(
 ) -> InputError | None:
     """What is wrong with one call's arguments on this rank, or None; reads shapes and dtypes only."""
     hidden, topk = spec.shape.hidden, spec.shape.topk
+    for name, tensor in (("x", x_TH), ("topk_ids", ids_TK), ("topk_weights", weights_TK)):
+        if not isinstance(tensor, Tensor):
+            return InputError(f"{name} is a {type(tensor).__name__}: give a tensor")
+    if max_tokens is not None and (not is_count(max_tokens) or max_tokens < 0):
+        return InputError(f"max_tokens={max_tokens!r}: give a whole number, at least 0")
     if x_TH.dim() != 2 or x_TH.shape[1] != hidden:
         return InputError(f"x has shape {tuple(x_TH.shape)}: expected [T, H] with H={hidden}")
     tokens = x_TH.shape[0]
@@ -105,6 +120,28 @@ def problem_with_call(
         if tensor.device.type != spec.device.type:
             return InputError(f"{name} is on {tensor.device}, the layer on {spec.device}: move it")
     return _too_many(spec, tokens, max_tokens, capturing)
+
+
+def problem_with_logits(
+    spec: "LayerSpec", x_TH: Tensor, logits_TE: Tensor, bias_E: Tensor | None
+) -> InputError | None:
+    """What is wrong with the router's input on this rank, or None; reads shapes and dtypes only."""
+    tokens, experts = (
+        len(x_TH) if isinstance(x_TH, Tensor) and x_TH.dim() else 0,
+        spec.shape.experts,
+    )
+    asked = [("logits", logits_TE, "[T, E]", (tokens, experts))]
+    asked += [("bias", bias_E, "[E]", (experts,))] if bias_E is not None else []
+    for name, tensor, words, shape in asked:
+        if not isinstance(tensor, Tensor):
+            return InputError(f"{name} is a {type(tensor).__name__}: give a tensor")
+        if tuple(tensor.shape) != shape:
+            return InputError(f"{name} has shape {tuple(tensor.shape)}: expected {words} = {shape}")
+        if not tensor.dtype.is_floating_point:
+            return InputError(f"{name} is {tensor.dtype}: expected a float dtype")
+        if tensor.device.type != spec.device.type:
+            return InputError(f"{name} is on {tensor.device}, the layer on {spec.device}: move it")
+    return None
 
 
 def _too_many(

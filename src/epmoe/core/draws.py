@@ -10,7 +10,7 @@ Every draw is [T, K] int32 ids and float32 weights that sum to 1 in each token. 
     duplicates    uniform, then the second id repeats the first
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -46,14 +46,18 @@ def draw(
     """
     if kind not in KINDS:
         raise InputError(f"no routing draw is called {kind!r}: choose one of {', '.join(KINDS)}")
-    generator = torch.Generator().manual_seed(seed)
+    like: dict[str, Any] = {
+        "generator": torch.Generator().manual_seed(seed),
+        "dtype": torch.float32,
+        "device": "cpu",
+    }
     favour_E = _favour(kind, placement, skew)
     # sampling without replacement: the K largest of log(favour) + Gumbel noise
-    noise_TE = -torch.log(-torch.log(torch.rand(tokens, placement.experts, generator=generator)))
+    noise_TE = -torch.log(-torch.log(torch.rand(tokens, placement.experts, **like)))
     ids_TK = (favour_E.log() + noise_TE).topk(topk, dim=1).indices.to(torch.int32)
-    weights_TK = torch.rand(tokens, topk, generator=generator) + 0.1
+    weights_TK = torch.rand(tokens, topk, **like) + 0.1
     if kind == "masked":
-        ids_TK[torch.rand(tokens, topk, generator=generator) < 0.5] = -1
+        ids_TK[torch.rand(tokens, topk, **like) < 0.5] = -1
     if kind == "duplicates" and topk > 1:
         ids_TK[:, 1] = ids_TK[:, 0]
     return ids_TK.to(device), (weights_TK / weights_TK.sum(dim=1, keepdim=True)).to(device)
@@ -63,7 +67,7 @@ def _favour(kind: str, placement: Placement, skew: float) -> Tensor:
     """How likely each expert is, up to a factor; the shuffle is the same for every seed of a placement."""
     experts = placement.experts
     shuffle_E = torch.randperm(experts, generator=torch.Generator().manual_seed(experts))
-    favour_E = torch.ones(experts)
+    favour_E = torch.ones(experts, dtype=torch.float32, device="cpu")
     if kind == "zipf":
         favour_E[shuffle_E] = 1 / torch.arange(1, experts + 1) ** skew
     if kind == "hot_expert":

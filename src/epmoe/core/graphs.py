@@ -30,7 +30,7 @@ class GraphedCall:
         shape, device = spec.shape, spec.device
         self.x_TH = torch.zeros(tokens, shape.hidden, dtype=spec.dtype, device=device)
         self.ids_TK = torch.full((tokens, shape.topk), -1, dtype=torch.int32, device=device)
-        self.weights_TK = torch.zeros(tokens, shape.topk, device=device)
+        self.weights_TK = torch.zeros(tokens, shape.topk, dtype=torch.float32, device=device)
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         spec.group.graphs.add(self)
         self.y_TH = self._capture(self.graph)

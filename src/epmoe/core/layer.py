@@ -20,8 +20,15 @@ from torch import Tensor
 
 from epmoe.core import choosing, ledger, registry
 from epmoe.core.agreement import agree
+from epmoe.core.ambient import building, calling, no_autocast
 from epmoe.core.capabilities import Capabilities, Wishes
-from epmoe.core.checks import bad_id, check_spec, problem_with_call, problem_with_mask
+from epmoe.core.checks import (
+    bad_id,
+    check_spec,
+    problem_with_call,
+    problem_with_logits,
+    problem_with_mask,
+)
 from epmoe.core.errors import InputError, NotCapturableError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer_spec import LayerSpec
@@ -84,7 +91,7 @@ class MoELayer(ABC):
         if topk_ids_TK.dtype is torch.int64:  # clamped first: 2**32 would wrap to expert 0
             topk_ids_TK = topk_ids_TK.clamp(-1, self.spec.shape.experts).to(torch.int32)
         rounds = plan_rounds(self.spec, len(x_TH), max_tokens, _capturing(self.spec.device))
-        with torch.no_grad():
+        with calling(x_TH.device):
             if self.counter is not None:
                 self.counter.add(topk_ids_TK)
             if self.spec.lost == "renormalise":
@@ -109,10 +116,11 @@ class MoELayer(ABC):
     ) -> Tensor:
         """Route, then run: logits_TE [T, E] become ids and weights by the shape's router. A stage may fuse the two.
 
-        Args as in `__call__` and `epmoe.core.routing.route`. Collective.
+        Args and errors as in `__call__` and `epmoe.core.routing.route`. Collective.
         """
+        self._raise(problem_with_logits(self.spec, x_TH, logits_TE, bias_E), {})
         shape = self.spec.shape
-        with phase("route"):
+        with phase("route"), no_autocast(self.spec.device):
             ids_TK, weights_TK = route(logits_TE, shape.router, shape.topk, bias_E)
         return self(x_TH, ids_TK, weights_TK, max_tokens=max_tokens)
 
@@ -140,8 +148,8 @@ class MoELayer(ABC):
         Raises:
             InputError: an unknown rank, all ranks, or inside a capture. UnsupportedError: the stage is not maskable.
         """
-        gone = tuple(gone)
         problem = problem_with_mask(self.spec, gone, _capturing(self.spec.device))
+        gone = () if problem else tuple(gone)
         if self.spec.check:
             agree(self.spec.group, {"gone": set(gone)}, problem)
         if problem is not None:
@@ -154,7 +162,8 @@ class MoELayer(ABC):
         for tokens in (0, self.spec.max_tokens_per_rank):
             x_TH = torch.zeros(tokens, shape.hidden, dtype=self.spec.dtype, device=device)
             ids_TK = torch.arange(shape.topk, device=device, dtype=torch.int32).repeat(tokens, 1)
-            self(x_TH, ids_TK, torch.ones(tokens, shape.topk, device=device))
+            weights_TK = torch.ones(tokens, shape.topk, dtype=torch.float32, device=device)
+            self(x_TH, ids_TK, weights_TK)
         self.spec.group.barrier()
 
     def close(self) -> None:
@@ -185,19 +194,17 @@ class MoELayer(ABC):
         problem = problem_with_call(self.spec, x_TH, ids_TK, weights_TK, max_tokens, capturing)
         if self.closed:
             problem = InputError(f"this {self.spec.stage} layer is closed: build a new one")
-        if not self.spec.check or capturing:
-            if problem is not None:
-                raise problem
-            return
-        fingerprint = {
-            "H": x_TH.shape[-1:],
-            "dtype": x_TH.dtype,
-            "K": ids_TK.shape[-1:],
-            "max_tokens": max_tokens,
-        }
-        with ledger.paused():  # the check is not the layer
-            problem = problem or bad_id(ids_TK, self.spec.shape.experts)
-        agree(self.spec.group, fingerprint, problem)
+        if problem is None and self.spec.check and not capturing:
+            with ledger.paused():  # the check is not the layer
+                problem = bad_id(ids_TK, self.spec.shape.experts)
+        self._raise(problem, {"max_tokens": max_tokens})
+
+    def _raise(self, problem: InputError | None, fingerprint: dict[str, object]) -> None:
+        """Raise this rank's problem; in checked mode anybody's, or what differs, on all ranks."""
+        if self.spec.check and not _capturing(self.spec.device):
+            agree(self.spec.group, fingerprint, problem)
+        elif problem is not None:
+            raise problem
 
     def _refuse_capture(self) -> None:
         if _capturing(self.spec.device) and not self.capabilities.graph_capturable:
@@ -266,7 +273,7 @@ def build(
         "stage": spec.stage if spec else stage,
         "shape": shape,
         "placement": placement,
-        "dtype": weights.dtype,
+        "dtype": getattr(weights, "dtype", None),
         "max_tokens_per_rank": max_tokens_per_rank,
         "check": check,
         "overflow": overflow,
@@ -278,7 +285,8 @@ def build(
     assert spec is not None
     if spec.stage == choosing.AUTO:
         spec = choosing.settle(spec, overflow)
-    return registry.load(spec.stage).factory(spec)
+    with building():
+        return registry.load(spec.stage).factory(spec)
 
 
 def _capturing(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from epmoe.core.ambient import building
 from epmoe.core.capabilities import Wishes
 from epmoe.core.expert_tables import ExpertTables
 from epmoe.core.groups import EPGroup
@@ -59,4 +60,5 @@ class LayerSpec:
     @cached_property
     def tables(self) -> ExpertTables:
         """The expert map on the device; one for the whole layer."""
-        return ExpertTables(self.placement, self.group.rank, self.device)
+        with building():
+            return ExpertTables(self.placement, self.group.rank, self.device)

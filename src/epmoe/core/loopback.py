@@ -52,6 +52,8 @@ class LoopbackGroup(EPGroup):
                 f"a peer brings {most} tokens, the layer holds max_tokens_per_rank={limit}: "
                 "loopback plays one round, build the layer larger"
             )
+        for capacity in [c for c in self._inbox if c != most]:
+            del self._inbox[capacity]  # of an older recording: a call of that size must not get it
         for source, call in enumerate(calls):
             self._recording = source
             try:
@@ -79,8 +81,8 @@ class LoopbackGroup(EPGroup):
             inbox[self._recording] = x[self.rank]
         if inbox is None or inbox.shape != x.shape:
             raise InputError(
-                f"nothing was recorded for {capacity} tokens per rank in rows of {x.shape[2]} bytes: "
-                "call record_peers first"
+                f"nothing was recorded for {capacity} tokens per rank in rows of {x.shape[2]} bytes: call record_peers "
+                f"first, and then with max_tokens={next(iter(self._inbox), 'the most of any peer')}"
             )
         return inbox
 

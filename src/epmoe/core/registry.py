@@ -106,6 +106,8 @@ def pairs() -> list[str]:
 
 def resolve(name: str) -> str:
     """The registered name for `name`, which may also be a bare name, a number or a pair. Raises InputError."""
+    if not isinstance(name, str):
+        raise InputError(f"stage={name!r}: give a name, such as {names()[0]!r}")
     if JOINT in name:
         exchange, _, some = name.partition(JOINT)
         _known(EXCHANGES, exchange)

@@ -86,6 +86,12 @@ def route(
     return ids_TK.to(torch.int32), weights_TK * config.scale
 
 
+def for_kernels(scores: Tensor) -> Tensor:
+    """Logits or a bias as kernels read them: values of a row side by side, of at most 32 bits."""
+    scores = scores.float() if scores.dtype == torch.float64 else scores
+    return scores if scores.stride(-1) == 1 else scores.contiguous()
+
+
 _EPSILON = {"softmax": 0.0, "sigmoid": 1e-20}
 
 

@@ -26,6 +26,7 @@ from rich.text import Text
 from torch import Tensor
 
 from epmoe.core import ledger
+from epmoe.core.ambient import building
 from epmoe.core.errors import InputError
 from epmoe.core.expert_tables import ExpertTables
 from epmoe.core.groups import EPGroup
@@ -40,9 +41,9 @@ class RoutingCounter:
     def __init__(self, tables: ExpertTables):
         self._tables, placement = tables, tables.placement
         self._sizes = [placement.experts, placement.ranks, 1, 1]
-        self._counts = torch.zeros(
-            sum(self._sizes), dtype=torch.int64, device=tables.owner_E.device
-        )
+        device = tables.owner_E.device
+        with building():
+            self._counts = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
 
     def add(self, topk_ids_TK: Tensor) -> None:
         """Count one call's ids [T, K], int32 or int64; an id outside [0, E) is none. Waits for nothing."""

@@ -17,12 +17,15 @@ from torch import Tensor
 
 from epmoe.core import ledger
 from epmoe.core.agreement import agree
+from epmoe.core.ambient import calling
+from epmoe.core.checks import is_count, problem_with_logits
 from epmoe.core.contract import DeliveryCheck
 from epmoe.core.errors import ContractError
 from epmoe.core.layer import MoELayer
 from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.parts import ExchangePart, ExpertsPart
 from epmoe.core.phases import phase
+from epmoe.core.routing import for_kernels
 from epmoe.core.workspace import of_options
 
 
@@ -149,15 +152,19 @@ class SplitLayer(MoELayer, Generic[State]):
         fused = isinstance(exchange, RoutingExchange) and exchange.routes
         # with either of the two, somebody looks at ids or weights between router and exchange
         fused = fused and not spec.check and spec.lost == "drop"
-        if not fused or not self._one_round(len(x_TH), max_tokens):
+        if not fused or not self._one_round(x_TH, max_tokens):
             return super().from_logits(x_TH, logits_TE, bias_E, max_tokens=max_tokens)
         assert isinstance(exchange, RoutingExchange)
+        self._raise(problem_with_logits(spec, x_TH, logits_TE, bias_E), {})
+        logits_TE = for_kernels(logits_TE)
+        bias_E = None if bias_E is None else for_kernels(bias_E.float())
         ids_TK = torch.empty(len(x_TH), spec.shape.topk, dtype=torch.int32, device=x_TH.device)
-        routing = (ids_TK, torch.empty(ids_TK.shape, device=x_TH.device))  # written by the exchange
+        weights_TK = torch.empty_like(ids_TK, dtype=torch.float32)
+        routing = (ids_TK, weights_TK)  # written by the exchange
         self._refuse_capture()
         self._check(x_TH, *routing, max_tokens)
         capacity = max_tokens or spec.max_tokens_per_rank
-        with torch.no_grad(), phase("call", tokens=len(x_TH)):
+        with calling(x_TH.device), phase("call", tokens=len(x_TH)):
             self.workspace.enter(x_TH.device)
             with phase("dispatch"):
                 sent = exchange.route_and_dispatch(x_TH, logits_TE, bias_E, *routing, capacity)
@@ -188,9 +195,11 @@ class SplitLayer(MoELayer, Generic[State]):
                 self.workspace.clear()
         super().close()
 
-    def _one_round(self, tokens: int, max_tokens: int | None) -> bool:
+    def _one_round(self, x_TH: Tensor, max_tokens: int | None) -> bool:
         """Whether every rank knows, without asking, that one round of this capacity is enough."""
-        limit = self.spec.max_tokens_per_rank
+        if not isinstance(x_TH, Tensor) or not (max_tokens is None or is_count(max_tokens)):
+            return False  # the usual way refuses it
+        tokens, limit = len(x_TH), self.spec.max_tokens_per_rank
         declared = limit if max_tokens is None else max_tokens
         asks = max_tokens is None and self.spec.group.size > 1
         return not asks and 1 <= declared <= limit and tokens <= declared

@@ -7,6 +7,7 @@ w13_E2IH [E_local, 2I, H], w2_EHI [E_local, H, I]; an expert computes
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,8 +87,8 @@ def random_weights(
     wrong by a visible factor (an identity round trip cannot see that).
     """
     pairs = [_draw_expert(shape, e, seed, distinct) for e in experts]
-    empty13 = torch.empty(0, 2 * shape.intermediate, shape.hidden)
-    empty2 = torch.empty(0, shape.hidden, shape.intermediate)
+    empty13 = torch.empty(0, 2 * shape.intermediate, shape.hidden, dtype=torch.float32)
+    empty2 = torch.empty(0, shape.hidden, shape.intermediate, dtype=torch.float32)
     w13 = torch.stack([p[0] for p in pairs]) if pairs else empty13
     w2 = torch.stack([p[1] for p in pairs]) if pairs else empty2
     return ExpertWeights(w13.to(device, dtype), w2.to(device, dtype))
@@ -95,7 +96,8 @@ def random_weights(
 
 def _draw_expert(shape: MoEShape, expert: int, seed: int, distinct: bool) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
-    w13 = torch.randn(2 * shape.intermediate, shape.hidden, generator=generator)
-    w2 = torch.randn(shape.hidden, shape.intermediate, generator=generator)
+    like: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    w13 = torch.randn(2 * shape.intermediate, shape.hidden, **like)
+    w2 = torch.randn(shape.hidden, shape.intermediate, **like)
     factor = expert + 1 if distinct else 1
     return w13 / shape.hidden**0.5, w2 * (factor / shape.intermediate**0.5)

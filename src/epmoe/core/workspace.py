@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epmoe.core.ambient import building
 from epmoe.core.errors import InputError
 
 OPTION = {
@@ -42,7 +43,8 @@ class Workspace:
                 raise InputError(
                     f"buffer {name} {shape} cannot be made in a graph capture: build the layer first"
                 )
-            self._buffers[key] = torch.empty(shape, dtype=dtype, device=device)
+            with building():  # it outlives this call and its modes
+                self._buffers[key] = torch.empty(shape, dtype=dtype, device=device)
         return self._buffers[key]
 
     @property

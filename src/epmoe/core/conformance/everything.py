@@ -1,6 +1,7 @@
 """All checks of the suite in one namespace, for test files that take it over for one stage."""
 
 from epmoe.core.conformance import (
+    test_ambient,
     test_contract,
     test_failures,
     test_graphs,
@@ -18,6 +19,7 @@ for _module in (
     test_contract,
     test_failures,
     test_life,
+    test_ambient,
     test_memory,
     test_placements,
     test_properties,

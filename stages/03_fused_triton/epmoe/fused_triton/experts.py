@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from epmoe.core import ledger
+from epmoe.core.ambient import building
 from epmoe.core.contract import Delivers
 from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.split import Experts, Rows
@@ -77,7 +78,7 @@ class TritonExperts(Experts):
     def _reduce(self, rows: Rows, f_NH: Tensor) -> Tensor:
         if "reduce" not in self.fusions:
             return twins.reduce_slots(rows.slots_RJ, f_NH, self.weights.experts)
-        y_RH = torch.empty(len(rows.slots_RJ), self.weights.hidden, device=f_NH.device)
+        y_RH = f_NH.new_empty(len(rows.slots_RJ), self.weights.hidden, dtype=torch.float32)
         kernels.reduce_slots(rows.slots_RJ, f_NH, self.weights.experts, y_RH, pdl=self.pdl)
         return y_RH
 
@@ -86,7 +87,8 @@ class TritonExperts(Experts):
         key, device = (slots, block_m), self.weights.device
         if key in self._tiles:
             return self._tiles[key]
-        made = kernels.make_tiles(slots, self.weights.experts, block_m, device)
+        with building():
+            made = kernels.make_tiles(slots, self.weights.experts, block_m, device)
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self.static and not capturing:  # sizes that follow the routing would never end
             self._tiles[key] = made

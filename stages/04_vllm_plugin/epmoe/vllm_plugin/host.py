@@ -3,14 +3,14 @@
 Legend: T tokens, H hidden, I intermediate, E experts, K experts per token, EP ranks, C capacity in tokens per rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from epmoe.core import registry
+from epmoe.core.ambient import building
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import MoELayer, build
@@ -70,7 +70,7 @@ class StagedExperts:
         of vLLM may have given that memory away.
         """
         if self.layer is None:
-            with plain_defaults():
+            with building():
                 self._build(ExpertWeights(w13_E2IH.detach(), w2_EHI.detach()))
             return
         tables = self.layer.spec.tables
@@ -86,7 +86,7 @@ class StagedExperts:
         if all(ours.data_ptr() == theirs.data_ptr() for ours, theirs in pairs):
             return
         self.layer.close()
-        with plain_defaults():
+        with building():
             self._build(ExpertWeights(w13_E2IH.detach(), w2_EHI.detach()))
 
     def _build(self, weights: ExpertWeights) -> None:
@@ -187,18 +187,6 @@ class StagedExperts:
                 row = [theirs[k % len(theirs)] for k in range(shape.topk)]
                 ids_TK = torch.tensor(row, dtype=torch.int32, device=device).repeat(tokens, 1)
                 layer(x_TH, ids_TK, weights_TK, max_tokens=tokens)
-
-
-@contextmanager
-def plain_defaults() -> Iterator[None]:
-    """torch's usual defaults: while vLLM loads a model, tensors are bfloat16 and on the GPU unless told otherwise."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def placement_from_maps(maps: Sequence[Sequence[int]], experts: int) -> Placement:

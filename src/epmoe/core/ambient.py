@@ -1,0 +1,36 @@
+"""What the caller's torch modes must not change: a layer computes the same bits under any of them.
+
+A host program may have set another default dtype or device (vLLM does while it loads a model), run under autocast, or
+build under inference mode and call outside of it. Tensors here name their dtype and device; these two see to the rest.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Around whatever outlives a call: tensors that may be written to in any mode, by torch's own defaults."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def calling(device: torch.device) -> Iterator[None]:
+    """Around a call: no gradients, and products in the dtypes that they are written in."""
+    with torch.no_grad(), no_autocast(device):
+        yield
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast off: it would round products that are float32 on purpose, a router's among them."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()  # the usual case, and cheaper
