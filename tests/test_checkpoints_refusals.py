@@ -140,3 +140,37 @@ def test_spoiled_file_is_refused(glm_copy):
 def test_hidden_states_need_a_tokenizer(glm_copy):
     with pytest.raises(InputError, match="no tokenizer"):
         hidden_states(glm_copy, 1, "text", 8)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"architectures": 5}',
+        '{"architectures": [[]]}',
+        '{"architectures": ["Glm4MoeForCausalLM"]}',
+        '{"architectures": ["Glm4MoeForCausalLM"], "model_type": "nothing"}',
+        '{"architectures": ["Glm4MoeForCausalLM"], "quantization_config": 5}',
+    ],
+)
+def test_a_config_that_is_none_is_refused_by_its_name(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match=str(tmp_path)) as refused:
+        inspect(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "max_position_embeddings"])
+def test_a_config_without_a_size_is_refused_by_its_name(glm_copy, field):
+    change_config(glm_copy, **{field: None})
+    with pytest.raises(InputError, match=rf"config\.json.*{field}"):
+        inspect(glm_copy)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"x": 1}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_is_none_is_refused_by_its_name(glm_copy, content):
+    (glm_copy / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(InputError, match=r"model\.safetensors\.index\.json"):
+        inspect(glm_copy)

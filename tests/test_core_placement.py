@@ -173,6 +173,57 @@ def test_files(tmp_path):
         parse_placement(str(file), 4, 2)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind": "contiguous", "ranks": 2, "homes": [[1], [0], [1], [0]]}',
+        '{"kind": "round_robin", "ranks": 2, "homes": [[0], [0], [1], [1]]}',
+        '{"kind": "replicated", "ranks": 2, "homes": [[0], [1]]}',
+        '{"kind": "explicit", "ranks": 2, "homes": [[0, 1], [1]]}',
+        '{"kind": "explicit", "ranks": 2.0, "homes": [[0], [1]]}',
+        '{"kind": "explicit", "ranks": true, "homes": [[0], [0]]}',
+        '{"kind": "explicit", "ranks": Infinity, "homes": [[0], [1]]}',
+        '{"kind": "explicit", "ranks": 2, "homes": [[0.0], [1]]}',
+        '{"kind": "explicit", "ranks": 2, "homes": [[false], [true]]}',
+        "[" * 100_000,
+    ],
+)
+def test_texts_that_are_no_placement(text):
+    with pytest.raises(InputError):
+        Placement.from_json(text)
+
+
+def test_every_kind_survives_a_file():
+    for placement in (
+        contiguous(5, 2),
+        contiguous(2, 5),
+        round_robin(5, 2),
+        explicit([1, 0, 1], 2),
+        replicated(HOMES, 3),
+        replicated(HOMES, 3).without([0]),
+    ):
+        assert Placement.from_json(placement.to_json()) == placement
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    file = tmp_path / "map.json"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=str(file)):
+        parse_placement(str(file), 4, 2)
+
+
+@pytest.mark.parametrize("owners", [[0.7, 1.2], [False, True], ["0", "1"]])
+def test_owners_are_whole_numbers(owners):
+    with pytest.raises(InputError, match="give the whole number of a rank"):
+        explicit(owners, 2)
+    with pytest.raises(InputError, match="give the whole number of a rank"):
+        replicated([[owner] for owner in owners], 2)
+
+
+def test_owners_of_other_libraries_are_taken():
+    assert explicit(torch.tensor([1, 0]), 2).owners == (1, 0)  # pyright: ignore[reportArgumentType]
+
+
 # ---- tables on the device
 
 

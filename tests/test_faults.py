@@ -3,11 +3,13 @@
 import multiprocessing
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from epmoe.core import groups, registry
+from epmoe.core.capabilities import Wishes
 from epmoe.core.cases import Case
 from epmoe.core.checks import problem_with_mask
 from epmoe.core.errors import DisagreementError, InputError, RankFailedError
@@ -162,6 +164,12 @@ def test_rebuilt_layers_keep_their_rules_and_masks():
     assert rebuilt.spec.placement == case.placed().without([1])
     assert rebuilt.spec.weights is layer.spec.weights
     assert rebuilt.spec.tables.gone == (1,)
+
+
+def test_rebuilt_layers_keep_their_wishes():
+    layer = build_case(LoopbackGroup(0, 2, "cpu"), Case(stage="02", shape=SHAPE, tokens=((1, 1),)))
+    layer.spec = replace(layer.spec, wishes=Wishes(maskable=True, memory=2**40))
+    assert rebuild(layer, [1], LoopbackGroup(0, 1, "cpu")).spec.wishes == layer.spec.wishes
 
 
 def test_no_masks_inside_a_capture():

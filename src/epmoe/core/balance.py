@@ -21,6 +21,8 @@ from itertools import accumulate
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement, contiguous, replicated, serving
 
+_COUNT_LIMIT = 2**63  # what an int64 counter holds, and far below the largest float
+
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
@@ -136,12 +138,17 @@ def _loads(placement: Placement, counts: Sequence[int]) -> list[Fraction]:
     return [Fraction(load, placement.ranks) for load in loads]
 
 
+def _short(count: object) -> str:
+    words = repr(count)
+    return words if len(words) <= 30 else f"{words[:10]}... ({len(words)} characters)"
+
+
 def _checked_counts(counts: Sequence[int]) -> tuple[int, ...]:
     if not counts:
         raise InputError("counts are empty: give how many assignments name each expert")
     for expert, count in enumerate(counts):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < _COUNT_LIMIT:
             raise InputError(
-                f"the count of expert {expert} is {count!r}: give whole numbers of at least 0"
+                f"the count of expert {expert} is {_short(count)}: give whole numbers from 0 to 2**63 - 1"
             )
     return tuple(counts)

@@ -92,6 +92,13 @@ class Wishes:
     maskable: bool = False
     memory: int | None = None
 
+    def __post_init__(self):
+        for name in FLAGS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise InputError(f"{name}={value!r}: give True or False")
+        _check_whole("memory", self.memory, 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spec(Wishes):
@@ -120,6 +127,12 @@ class Spec(Wishes):
     options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self):
+        super().__post_init__()
+        _check_whole("tokens", self.tokens, 0)
+        for name in ("topk", "experts", "ranks", "local_experts"):
+            _check_whole(name, getattr(self, name), 1)
+        if self.arch is not None and not _is_arch(self.arch):
+            raise InputError(f"arch={self.arch!r}: give a compute capability, such as (9, 0)")
         if self.shape is not None:
             for name in ("topk", "experts"):
                 if getattr(self, name) not in (None, getattr(self.shape, name)):
@@ -149,6 +162,17 @@ class Spec(Wishes):
         asked = [(f.name, getattr(self, f.name)) for f in fields(self)]
         words = [f"{name}={_short(name, value)}" for name, value in asked if value]
         return ", ".join(words) or "anything"
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name}={value!r}: give a whole number of at least {least}, or None")
+
+
+def _is_arch(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(type(n) is int for n in value)
 
 
 def _short(name: str, value: Any) -> str:

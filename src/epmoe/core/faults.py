@@ -90,10 +90,11 @@ def _claim(rank: int, left: list[int], gone: list[int], timeout: float, store: A
 
 
 def rebuild(layer: MoELayer, gone: Collection[int], group: EPGroup) -> MoELayer:
-    """The same layer on the group of those that are left: same weights, options and rules. Collective on `group`.
+    """The same layer on the group of those left: same weights, options, rules and wishes. Collective on `group`.
 
     Experts whose homes have all died are lost; the layer's `lost` says what becomes of their assignments. A mask that
-    was set holds for the ranks that are still there. CUDA graphs of the old layer must be captured again.
+    was set holds for the ranks that are still there. CUDA graphs of the old layer must be captured again, and
+    counting (`MoELayer.counter`) has to be set up again, since counts of another map would not add up.
 
     Args:
         layer: of the old group; it is closed.
@@ -105,7 +106,7 @@ def rebuild(layer: MoELayer, gone: Collection[int], group: EPGroup) -> MoELayer:
     """
     spec = layer.spec
     how: dict[str, Any] = {"check": spec.check, "overflow": spec.overflow, "lost": spec.lost}
-    how |= spec.options
+    how |= {"wishes": spec.wishes, **spec.options}
     layer.close()
     rebuilt = build(
         spec.stage,

@@ -16,6 +16,7 @@ import importlib.machinery
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -68,11 +69,20 @@ def launch(
         Exception: what fn raised on the rank that failed first.
         RankFailedError: a rank died.
         RunTimeoutError: the run took too long.
+        InputError: before any rank starts, a wrong argument.
     """
+    check_seconds("timeout", timeout)
     if under_torchrun():
         return run_under_torchrun(fn, args, kwargs, ranks, device, timeout)
     with RankPool(ranks, device, start_timeout=timeout, transport=transport) as pool:
         return pool.run(fn, *args, timeout=timeout, **kwargs)
+
+
+def check_seconds(name: str, seconds: float) -> None:
+    """Raise InputError for a time limit that is none; found later, ranks would have started for nothing."""
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds < math.inf:
+        raise InputError(f"{name}={seconds!r}: give a finite number of seconds above 0")
 
 
 def open_ranks(ranks: int, device: str = "auto") -> "RankPool | WorldRanks":
@@ -93,6 +103,7 @@ class RankPool:
         start_timeout: float = 120.0,
         transport: str | None = None,
     ):
+        check_seconds("start_timeout", start_timeout)
         self.choice = choose_here(ranks, device, transport)
         self.ranks = ranks
         self._start_timeout = start_timeout
@@ -128,6 +139,7 @@ class RankPool:
         """fn(group, *args, **kwargs) on the first `ranks` ranks (default all); results by rank, as `launch`."""
         if self._closed:
             raise InputError("this pool was closed: make a new one")
+        check_seconds("timeout", timeout)
         wanted = self.ranks if ranks is None else ranks
         if not 1 <= wanted <= self.ranks:
             raise InputError(

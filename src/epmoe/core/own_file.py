@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from epmoe.core.errors import InputError
+from epmoe.core.reading import parse_json, read_text
 
 VARIABLE = "EPMOE_TUNING"  # names the file, which is read besides those that ship with a stage
 TILES, TIMES = "entries", "stages"
@@ -34,8 +35,9 @@ def load(path: Path) -> dict[str, Any]:
     """The file's content; an empty one where there is none. Raises InputError for something else."""
     if not path.is_file():
         return {"device": None, TILES: [], TIMES: []}
+    text = read_text(path, "tuning")
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(text)
         data = {"device": data["device"], TILES: data[TILES], TIMES: data.get(TIMES, [])}
         for section in (TILES, TIMES):
             if not all(isinstance(entry["for"], dict) for entry in data[section]):

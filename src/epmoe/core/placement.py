@@ -22,6 +22,7 @@ captured in a CUDA graph, and a token's expert is computed on the same rank whoe
 """
 
 import json
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from epmoe.core.errors import InputError
+from epmoe.core.reading import parse_json, read_text
 
 KINDS = ("contiguous", "round_robin", "explicit", "replicated")
 
@@ -51,13 +53,15 @@ class Placement:
     kind: str = "explicit"
 
     def __post_init__(self):
-        if self.ranks < 1:
-            raise InputError(f"ranks={self.ranks}: a placement needs at least one rank")
+        if not _is_whole(self.ranks) or self.ranks < 1:
+            raise InputError(
+                f"ranks={self.ranks!r}: a placement needs a whole number of at least one rank"
+            )
         if not any(self.homes):
             raise InputError("a placement needs at least one expert")
         for expert, homes in enumerate(self.homes):
             for rank in homes:
-                if not isinstance(rank, int) or not 0 <= rank < self.ranks:
+                if not _is_whole(rank) or not 0 <= rank < self.ranks:
                     raise InputError(
                         f"expert {expert} is placed on rank {rank!r}: ranks are 0 to {self.ranks - 1}"
                     )
@@ -153,16 +157,16 @@ class Placement:
     def from_json(cls, text: str) -> "Placement":
         """The placement of such a text. Raises InputError for anything else."""
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             if isinstance(data, list):
                 raise InputError("it holds the maps of several layers: write one, with --layer")
             kind, ranks, homes = data["kind"], data["ranks"], data["homes"]
-            placement = cls(tuple(tuple(home) for home in homes), int(ranks), kind)
+            placement = cls(tuple(tuple(home) for home in homes), ranks, kind)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"this text is no placement as `epmoe balance --json` writes it: {error}"
             ) from error
-        if kind not in KINDS or (kind != "replicated" and any(len(h) > 1 for h in placement.homes)):
+        if not _fits(placement):
             raise InputError(f"kind={kind!r} does not fit the homes: choose {', '.join(KINDS)}")
         return placement
 
@@ -188,26 +192,24 @@ class Placement:
 def contiguous(experts: int, ranks: int) -> Placement:
     """Neighbouring experts share a rank; the first `experts % ranks` ranks hold one more."""
     _check(experts, ranks)
-    share, extra = divmod(experts, ranks)
-    homes = [(rank,) for rank in range(ranks) for _ in range(share + (rank < extra))]
-    return Placement(tuple(homes), ranks, "contiguous")
+    return Placement(_in_blocks(experts, ranks), ranks, "contiguous")
 
 
 def round_robin(experts: int, ranks: int) -> Placement:
     """Expert e lives on rank e modulo `ranks`: neighbouring (often alike) experts spread out."""
     _check(experts, ranks)
-    return Placement(tuple((e % ranks,) for e in range(experts)), ranks, "round_robin")
+    return Placement(_in_turn(experts, ranks), ranks, "round_robin")
 
 
 def explicit(owners: Sequence[int], ranks: int) -> Placement:
     """Any map: owners[e] is the rank of expert e."""
-    return Placement(tuple((int(owner),) for owner in owners), ranks, "explicit")
+    return Placement(tuple((_whole(owner, "an owner"),) for owner in owners), ranks, "explicit")
 
 
 def replicated(homes: Sequence[Sequence[int]], ranks: int) -> Placement:
     """Any map with replicas: homes[e] are the ranks of expert e, at least one, in any order. Without a second home
     anywhere it is an explicit map, and its kind says so."""
-    found = tuple(tuple(sorted(int(rank) for rank in held)) for held in homes)
+    found = tuple(tuple(sorted(_whole(rank, "a home") for rank in held)) for held in homes)
     empty = next((e for e, held in enumerate(found) if not held), None)
     if empty is not None:
         raise InputError(f"expert {empty} is placed nowhere: give it at least one rank")
@@ -225,7 +227,7 @@ def parse_placement(text: str, experts: int, ranks: int) -> Placement:
         return named[text](experts, ranks)
     if not Path(text).is_file():
         raise InputError(f"placement={text!r}: give {', '.join(named)} or a file that exists")
-    placement = Placement.from_json(Path(text).read_text())
+    placement = Placement.from_json(read_text(Path(text), "placement"))
     if (placement.experts, placement.ranks) != (experts, ranks):
         raise InputError(
             f"{text} maps {placement.experts} experts on {placement.ranks} ranks, wanted are {experts} on {ranks}"
@@ -248,6 +250,39 @@ def serving(homes: Sequence[int], source: int) -> int:
         return source
     before = source - sum(rank < source for rank in homes)  # sources without a replica before this
     return homes[before % len(homes)]
+
+
+def _in_blocks(experts: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    share, extra = divmod(experts, ranks)
+    held = (share + (rank < extra) for rank in range(min(experts, ranks)))
+    return tuple((rank,) for rank, count in enumerate(held) for _ in range(count))
+
+
+def _in_turn(experts: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((e % ranks,) for e in range(experts))
+
+
+def _fits(placement: Placement) -> bool:
+    """Whether the homes are what the kind says: stages may compute with a named map instead of reading it."""
+    homes, kind = placement.homes, placement.kind
+    named = {"contiguous": _in_blocks, "round_robin": _in_turn}
+    if kind in named:
+        return homes == named[kind](placement.experts, placement.ranks)
+    return kind == _kind_of(homes)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _whole(value: object, what: str) -> int:
+    """An int, also of numpy or torch; never a fraction cut off, nor a truth value."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        pass
+    raise InputError(f"{what} is {value!r}: give the whole number of a rank")
 
 
 def _kind_of(homes: tuple[tuple[int, ...], ...]) -> str:

@@ -20,9 +20,9 @@ def read_text(path: Path, what: str = "text") -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value that a JSON text stands for. Raises ValueError for anything else, however deep, and for NaN."""
+    """The value that a JSON text stands for. Raises ValueError for anything else, however deep."""
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep to be read") from None
 
@@ -34,7 +34,3 @@ def read_json(path: Path, what: str = "JSON") -> Any:
         return parse_json(text)
     except ValueError as error:
         raise InputError(f"no {what} in {path}: {error}") from error
-
-
-def _no_number(word: str) -> Any:
-    raise ValueError(f"{word} is no number of JSON")

@@ -9,7 +9,6 @@ A rank reads only the experts that it owns: the files are memory-mapped and each
 Legend: T tokens, H hidden, I intermediate, E experts, n experts asked for.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 from epmoe.core.checkpoints.families import Family, family_of
 from epmoe.core.checkpoints.files import TensorFiles
 from epmoe.core.errors import InputError
+from epmoe.core.reading import read_json
 from epmoe.core.routing import RouterConfig
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import ExpertWeights
@@ -74,7 +74,10 @@ def inspect(path: str | Path) -> CheckpointInfo:
     folder = Path(path)
     architecture, config = _read_config(folder)
     family = family_of(architecture)
-    shape, layers = family.shape(config), family.moe_layers(config)
+    try:
+        shape, layers = family.shape(config), family.moe_layers(config)
+    except (AttributeError, TypeError, ZeroDivisionError, OverflowError) as error:
+        raise _no_config(folder / "config.json", error) from error
     if not layers:
         raise InputError(f"{folder} has no MoE layer: its config makes every layer dense")
     with TensorFiles(folder) as files:
@@ -181,9 +184,9 @@ class _ReachedLayer(Exception):
 
 
 def _token_ids(path: Path, text: str, max_tokens: int) -> Tensor:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    limit = AutoConfig.from_pretrained(path).max_position_embeddings
+    limit = _transformers_config(path).max_position_embeddings
     if not 1 <= max_tokens <= limit:
         raise InputError(
             f"max_tokens={max_tokens}: must be between 1 and the model's {limit} positions"
@@ -205,18 +208,38 @@ def _read_config(folder: Path) -> tuple[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{file} does not exist: give the folder of a Hugging Face checkpoint")
-    raw = json.loads(file.read_text())
-    architecture = (raw.get("architectures") or ["none named"])[0]
+    raw = read_json(file, "model configuration")
+    if not isinstance(raw, dict):
+        raise _no_config(file, "it is no JSON object")
+    named = raw.get("architectures") or ["none named"]
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise _no_config(file, f"architectures={named!r} is no list of names")
+    architecture = named[0]
     family_of(architecture)
     quantisation = raw.get("quantization_config") or raw.get("compression_config")
     if quantisation:
-        method = quantisation.get("quant_method", "unknown method")
+        known = isinstance(quantisation, dict)
+        method = quantisation.get("quant_method", "unknown method") if known else quantisation
         raise InputError(
             f"{folder} is quantised ({method}): only float weights are read, give the bf16 checkpoint"
         )
+    return architecture, _transformers_config(folder)
+
+
+def _transformers_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
-    return architecture, AutoConfig.from_pretrained(folder)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # its checks of fields raise many kinds, some of another package
+        raise _no_config(folder / "config.json", error) from error
+
+
+def _no_config(file: Path, why: object) -> InputError:
+    words = " ".join(str(why).split())  # transformers writes several lines
+    return InputError(
+        f"no model configuration in {file}: {words}; give a checkpoint as it was published"
+    )
 
 
 def _refuse_packed(files: TensorFiles, family: Family, layer: int) -> None:

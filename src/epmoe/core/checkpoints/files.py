@@ -1,6 +1,5 @@
 """Named tensors of a safetensors checkpoint, one file or many, read by memory map one at a time."""
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from epmoe.core.errors import InputError
+from epmoe.core.reading import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -88,9 +88,21 @@ class TensorFiles:
 
     def _locate(self) -> dict[str, str]:
         if (self.path / INDEX).is_file():
-            return dict(json.loads((self.path / INDEX).read_text())["weight_map"])
+            return _weight_map(self.path / INDEX)
         if (self.path / SINGLE).is_file():
             return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         raise InputError(
             f"{self.path} holds neither {SINGLE} nor {INDEX}: only safetensors checkpoints are read"
         )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file, as the index of a checkpoint of several files says. Raises InputError for anything else."""
+    data = read_json(index, "index of tensors")
+    found = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise InputError(
+            f"no index of tensors in {index}: weight_map has to name the file of every tensor; give a checkpoint as "
+            "it was published"
+        )
+    return found

@@ -53,7 +53,7 @@ def cases(
         raise InputError(f"draw={draw!r}: choose all, {', '.join(KINDS)}")
     sizes = named_shape(shape)
     placed = parse_placement(placement, sizes.experts, ranks)
-    named = placed.kind in ("contiguous", "round_robin")
+    named = placement in ("contiguous", "round_robin")  # the homes of a file run as they stand
     calls = tuple(tuple(max(0, t - r) for r in range(ranks)) for t in parse_tokens(tokens))
     return [
         Case(
@@ -61,7 +61,7 @@ def cases(
             shape=sizes,
             tokens=calls,
             kind=kind,
-            placement=placed.kind if named else placed.homes,
+            placement=placement if named else placed.homes,
             seed=seed,
             check=True,
         )
