@@ -41,7 +41,8 @@ class Runner:
 
     def __call__(self, stage: str, variables: dict[str, str] | None = None, **plan) -> Outcome:
         engine = LIMITS | plan.pop("engine", {})
-        asked = Plan(model=self.model, stages=(NATIVE, stage), engine=engine, **plan)
+        stages = tuple(dict.fromkeys((NATIVE, stage)))
+        asked = Plan(model=self.model, stages=stages, engine=engine, **plan)
         job, order = job_for(asked, stage, self.requests())
         variables = ({} if asked.compiled else EAGER) | (variables or {})
         answers = engines.run(job, self.python, "cpu", 360, variables)
