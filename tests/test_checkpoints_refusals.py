@@ -1,6 +1,7 @@
 """What epmoe.core.checkpoints refuses, and that the message names what is wrong."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from transformers import LlamaConfig
 
 from epmoe.core.checkpoints import hidden_states, inspect, load_layer
 from epmoe.core.errors import InputError
+
+TINY = Path(__file__).resolve().parent.parent / "models" / "tiny-glm-moe"
 
 
 @pytest.fixture
@@ -174,3 +177,16 @@ def test_an_index_that_is_none_is_refused_by_its_name(glm_copy, content):
     (glm_copy / "model.safetensors.index.json").write_text(content)
     with pytest.raises(InputError, match=r"model\.safetensors\.index\.json"):
         inspect(glm_copy)
+
+
+def test_a_size_that_is_none_is_refused_with_its_file(glm_copy):
+    change_config(glm_copy, num_experts_per_tok=0)
+    with pytest.raises(InputError, match=r"config\.json: topk=0"):
+        inspect(glm_copy)
+
+
+def test_a_tokenizer_that_is_none_is_refused_with_its_folder(tmp_path):
+    copied = shutil.copytree(TINY, tmp_path / "tiny")
+    (copied / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(InputError, match="holds no tokenizer"):
+        hidden_states(copied, inspect(copied).moe_layers[0], "words", 4)

@@ -207,9 +207,10 @@ def test_every_kind_survives_a_file():
 
 def test_a_file_that_is_no_text_is_refused(tmp_path):
     file = tmp_path / "map.json"
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match=str(file)):
-        parse_placement(str(file), 4, 2)
+    for content in (b"\xff\xfe", b"{"):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=str(file)):
+            parse_placement(str(file), 4, 2)
 
 
 @pytest.mark.parametrize("owners", [[0.7, 1.2], [False, True], ["0", "1"]])

@@ -227,7 +227,10 @@ def parse_placement(text: str, experts: int, ranks: int) -> Placement:
         return named[text](experts, ranks)
     if not Path(text).is_file():
         raise InputError(f"placement={text!r}: give {', '.join(named)} or a file that exists")
-    placement = Placement.from_json(read_text(Path(text), "placement"))
+    try:
+        placement = Placement.from_json(read_text(Path(text), "placement"))
+    except InputError as error:
+        raise InputError(f"placement={text!r}: {error}") from error
     if (placement.experts, placement.ranks) != (experts, ranks):
         raise InputError(
             f"{text} maps {placement.experts} experts on {placement.ranks} ranks, wanted are {experts} on {ranks}"

@@ -11,16 +11,16 @@ Legend: T tokens, H hidden, I intermediate, E experts, n experts asked for.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from epmoe.core.checkpoints.config import by_transformers, load_config, read_config, read_sizes
 from epmoe.core.checkpoints.families import Family, family_of
 from epmoe.core.checkpoints.files import TensorFiles
 from epmoe.core.errors import InputError
-from epmoe.core.reading import read_json
 from epmoe.core.routing import RouterConfig
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import ExpertWeights
@@ -72,12 +72,9 @@ def inspect(path: str | Path) -> CheckpointInfo:
             into one tensor, no MoE layer.
     """
     folder = Path(path)
-    architecture, config = _read_config(folder)
+    architecture, config = read_config(folder)
     family = family_of(architecture)
-    try:
-        shape, layers = family.shape(config), family.moe_layers(config)
-    except (AttributeError, TypeError, ZeroDivisionError, OverflowError) as error:
-        raise _no_config(folder / "config.json", error) from error
+    shape, layers = read_sizes(folder, family, config)
     if not layers:
         raise InputError(f"{folder} has no MoE layer: its config makes every layer dense")
     with TensorFiles(folder) as files:
@@ -159,7 +156,8 @@ def hidden_states_of_layers(
 
     disable_progress_bar()  # a bar for a few megabytes only disturbs the caller's own
     ids_1T = _token_ids(info.path, text, max_tokens)
-    model = AutoModelForCausalLM.from_pretrained(info.path, dtype=torch.float32).eval()
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    model = by_transformers(load, info.path, "model").eval()
     seen: dict[int, Tensor] = {}
 
     def keep(layer: int, inputs: tuple[Tensor, ...]) -> None:
@@ -186,60 +184,16 @@ class _ReachedLayer(Exception):
 def _token_ids(path: Path, text: str, max_tokens: int) -> Tensor:
     from transformers import AutoTokenizer
 
-    limit = _transformers_config(path).max_position_embeddings
+    limit = load_config(path).max_position_embeddings
     if not 1 <= max_tokens <= limit:
         raise InputError(
             f"max_tokens={max_tokens}: must be between 1 and the model's {limit} positions"
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path} holds no tokenizer that transformers can load: {error}"
-        ) from error
+    tokenizer = by_transformers(AutoTokenizer.from_pretrained, path, "tokenizer")
     ids = tokenizer(text)["input_ids"][:max_tokens]
     if not ids:
         raise InputError("text gives no tokens: pass at least one character")
     return torch.tensor([ids])
-
-
-def _read_config(folder: Path) -> tuple[str, Any]:
-    """(architecture, transformers config); refuses what cannot be read before transformers looks at it."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise InputError(f"{file} does not exist: give the folder of a Hugging Face checkpoint")
-    raw = read_json(file, "model configuration")
-    if not isinstance(raw, dict):
-        raise _no_config(file, "it is no JSON object")
-    named = raw.get("architectures") or ["none named"]
-    if not isinstance(named, list) or not isinstance(named[0], str):
-        raise _no_config(file, f"architectures={named!r} is no list of names")
-    architecture = named[0]
-    family_of(architecture)
-    quantisation = raw.get("quantization_config") or raw.get("compression_config")
-    if quantisation:
-        known = isinstance(quantisation, dict)
-        method = quantisation.get("quant_method", "unknown method") if known else quantisation
-        raise InputError(
-            f"{folder} is quantised ({method}): only float weights are read, give the bf16 checkpoint"
-        )
-    return architecture, _transformers_config(folder)
-
-
-def _transformers_config(folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except Exception as error:  # its checks of fields raise many kinds, some of another package
-        raise _no_config(folder / "config.json", error) from error
-
-
-def _no_config(file: Path, why: object) -> InputError:
-    words = " ".join(str(why).split())  # transformers writes several lines
-    return InputError(
-        f"no model configuration in {file}: {words}; give a checkpoint as it was published"
-    )
 
 
 def _refuse_packed(files: TensorFiles, family: Family, layer: int) -> None:

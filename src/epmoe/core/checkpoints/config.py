@@ -1,0 +1,71 @@
+"""config.json of a checkpoint, and what transformers makes of a folder: whatever is wrong there is an InputError."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from epmoe.core.checkpoints.families import Family, family_of
+from epmoe.core.errors import InputError
+from epmoe.core.reading import read_json
+from epmoe.core.shape import MoEShape
+
+
+def read_config(folder: Path) -> tuple[str, Any]:
+    """(architecture, transformers config); refuses what cannot be read before transformers looks at it."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise InputError(f"{file} does not exist: give the folder of a Hugging Face checkpoint")
+    raw = read_json(file, "model configuration")
+    if not isinstance(raw, dict):
+        raise _no_config(folder, "it is no JSON object")
+    architecture = _architecture(folder, raw)
+    family_of(architecture)
+    _refuse_quantised(folder, raw.get("quantization_config") or raw.get("compression_config"))
+    return architecture, load_config(folder)
+
+
+def load_config(folder: Path) -> Any:
+    """What transformers reads from config.json."""
+    from transformers import AutoConfig
+
+    return by_transformers(AutoConfig.from_pretrained, folder, "config.json")
+
+
+def read_sizes(folder: Path, family: Family, config: Any) -> tuple[MoEShape, tuple[int, ...]]:
+    """The shape of the MoE layers, and which layers these are."""
+    try:
+        return family.shape(config), family.moe_layers(config)
+    except (ValueError, AttributeError, TypeError, ArithmeticError) as error:
+        raise _no_config(folder, error) from error
+
+
+def by_transformers(load: Callable[[Path], Any], folder: Path, what: str) -> Any:
+    """What `load` of transformers returns; InputError for whatever it raises about the folder's files."""
+    try:
+        return load(folder)
+    except MemoryError:
+        raise
+    except Exception as error:  # of many kinds, some of them other packages'
+        words = " ".join(str(error).split())  # some are several lines
+        raise InputError(
+            f"{folder} holds no {what} that transformers can load: {words}; give a checkpoint as it was published"
+        ) from error
+
+
+def _architecture(folder: Path, raw: dict[str, Any]) -> str:
+    named = raw.get("architectures") or ["none named"]
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise _no_config(folder, f"architectures={named!r} is no list of names")
+    return named[0]
+
+
+def _refuse_quantised(folder: Path, found: Any) -> None:
+    if found:
+        method = found.get("quant_method", "unknown method") if isinstance(found, dict) else found
+        raise InputError(
+            f"{folder} is quantised ({method}): only float weights are read, give the bf16 checkpoint"
+        )
+
+
+def _no_config(folder: Path, why: object) -> InputError:
+    return InputError(f"no MoE model in {folder / 'config.json'}: {why}")
