@@ -8,6 +8,7 @@ import torch
 
 from epmoe.core.errors import InputError
 from epmoe.core.memory import LayerSize, in_words
+from epmoe.core.numerics import is_whole
 from epmoe.core.shape import MoEShape
 
 FLAGS = ("graph_capturable", "deterministic", "batch_invariant", "maskable")
@@ -167,7 +168,7 @@ class Spec(Wishes):
 def _check_whole(name: str, value: object, least: int) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_whole(value) or value < least:
         raise InputError(f"{name}={value!r}: give a whole number of at least {least}, or None")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from epmoe.core import choosing, registry
 from epmoe.core.errors import CapacityError, InputError, UnsupportedError
+from epmoe.core.numerics import is_whole
 from epmoe.core.placement import check_gone
 from epmoe.core.weights import ExpertWeights
 
@@ -38,7 +39,7 @@ def check_spec(spec: "LayerSpec") -> None:
         raise InputError(
             f"weights are on {weights.device}, the group on {spec.device}: move the weights"
         )
-    if not is_count(spec.max_tokens_per_rank) or spec.max_tokens_per_rank < 1:
+    if not is_whole(spec.max_tokens_per_rank) or spec.max_tokens_per_rank < 1:
         raise InputError(f"max_tokens_per_rank={spec.max_tokens_per_rank!r}: must be at least 1")
     if spec.overflow not in ("raise", "rounds"):
         raise InputError(f"overflow={spec.overflow!r}: choose 'raise' or 'rounds'")
@@ -46,11 +47,6 @@ def check_spec(spec: "LayerSpec") -> None:
         raise InputError(f"lost={spec.lost!r}: choose 'drop' or 'renormalise'")
     if spec.stage != choosing.AUTO:
         _check_stage(spec)
-
-
-def is_count(value: object) -> bool:
-    """A whole number, which True is not."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def problem_with_mask(
@@ -98,7 +94,7 @@ def problem_with_call(
     for name, tensor in (("x", x_TH), ("topk_ids", ids_TK), ("topk_weights", weights_TK)):
         if not isinstance(tensor, Tensor):
             return InputError(f"{name} is a {type(tensor).__name__}: give a tensor")
-    if max_tokens is not None and (not is_count(max_tokens) or max_tokens < 0):
+    if max_tokens is not None and (not is_whole(max_tokens) or max_tokens < 0):
         return InputError(f"max_tokens={max_tokens!r}: give a whole number, at least 0")
     if x_TH.dim() != 2 or x_TH.shape[1] != hidden:
         return InputError(f"x has shape {tuple(x_TH.shape)}: expected [T, H] with H={hidden}")

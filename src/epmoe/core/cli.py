@@ -1,4 +1,4 @@
-"""`epmoe`: the front door on a terminal. Every command takes `--json` (to standard output) or `--json FILE`."""
+"""`epmoe`: the front door on a terminal. `--json` prints JSON, `--json FILE` writes it."""
 
 import sys
 from dataclasses import asdict

@@ -13,7 +13,7 @@ from typing import Any
 from epmoe.core import own_file
 from epmoe.core.capabilities import Spec
 from epmoe.core.errors import InputError
-from epmoe.core.numerics import dtype_name
+from epmoe.core.numerics import dtype_name, is_whole
 
 LEAST_EFFECT = 0.02  # of a time: less is a tie, for a claim of `epmoe bench` and for a choice
 OCTAVES = 1.0  # a comparison speaks for half to twice its tokens
@@ -136,9 +136,10 @@ def _problem(entry: dict[str, Any]) -> str | None:
     if set(found) != set(wanted):
         return f"its situation has {', '.join(sorted(found))}, not {', '.join(sorted(wanted))}"
     for name, kind in wanted.items():
-        right = isinstance(found[name], str) if kind is str else _is_count(found[name])
+        value = found[name]
+        right = isinstance(value, str) if kind is str else is_whole(value) and value >= 1
         if not right:
-            return f"{name} is {found[name]!r}, not a {'name' if kind is str else 'whole number of at least 1'}"
+            return f"{name} is {value!r}, not a {'name' if kind is str else 'whole number of at least 1'}"
     times = entry.get("microseconds")
     if not isinstance(times, dict) or not times:
         return f"microseconds are {times!r}, not a time by stage"
@@ -148,7 +149,3 @@ def _problem(entry: dict[str, Any]) -> str | None:
     if not isinstance(entry.get("created"), str) or not isinstance(entry.get("versions"), dict):
         return "it does not say when it was created, and with which versions"
     return None
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

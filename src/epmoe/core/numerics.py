@@ -1,6 +1,7 @@
 """Small pieces of arithmetic whose rounding is part of the contract."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,11 @@ def sum_in_order(terms: Sequence[Tensor]) -> Tensor:
     for term in terms[1:]:
         total += term
     return total
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is an int, which True is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

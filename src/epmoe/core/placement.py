@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from epmoe.core.errors import InputError
+from epmoe.core.numerics import is_whole
 from epmoe.core.reading import parse_json, read_text
 
 KINDS = ("contiguous", "round_robin", "explicit", "replicated")
@@ -53,7 +54,7 @@ class Placement:
     kind: str = "explicit"
 
     def __post_init__(self):
-        if not _is_whole(self.ranks) or self.ranks < 1:
+        if not is_whole(self.ranks) or self.ranks < 1:
             raise InputError(
                 f"ranks={self.ranks!r}: a placement needs a whole number of at least one rank"
             )
@@ -61,7 +62,7 @@ class Placement:
             raise InputError("a placement needs at least one expert")
         for expert, homes in enumerate(self.homes):
             for rank in homes:
-                if not _is_whole(rank) or not 0 <= rank < self.ranks:
+                if not is_whole(rank) or not 0 <= rank < self.ranks:
                     raise InputError(
                         f"expert {expert} is placed on rank {rank!r}: ranks are 0 to {self.ranks - 1}"
                     )
@@ -272,10 +273,6 @@ def _fits(placement: Placement) -> bool:
     if kind in named:
         return homes == named[kind](placement.experts, placement.ranks)
     return kind == _kind_of(homes)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _whole(value: object, what: str) -> int:

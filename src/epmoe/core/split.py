@@ -18,11 +18,12 @@ from torch import Tensor
 from epmoe.core import ledger
 from epmoe.core.agreement import agree
 from epmoe.core.ambient import calling
-from epmoe.core.checks import is_count, problem_with_logits
+from epmoe.core.checks import problem_with_logits
 from epmoe.core.contract import DeliveryCheck
 from epmoe.core.errors import ContractError
 from epmoe.core.layer import MoELayer
 from epmoe.core.layer_spec import LayerSpec
+from epmoe.core.numerics import is_whole
 from epmoe.core.parts import ExchangePart, ExpertsPart
 from epmoe.core.phases import phase
 from epmoe.core.routing import for_kernels
@@ -197,7 +198,7 @@ class SplitLayer(MoELayer, Generic[State]):
 
     def _one_round(self, x_TH: Tensor, max_tokens: int | None) -> bool:
         """Whether every rank knows, without asking, that one round of this capacity is enough."""
-        if not isinstance(x_TH, Tensor) or not (max_tokens is None or is_count(max_tokens)):
+        if not isinstance(x_TH, Tensor) or not (max_tokens is None or is_whole(max_tokens)):
             return False  # the usual way refuses it
         tokens, limit = len(x_TH), self.spec.max_tokens_per_rank
         declared = limit if max_tokens is None else max_tokens

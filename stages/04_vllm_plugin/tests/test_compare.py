@@ -206,10 +206,10 @@ def test_in_turn_no_stage_starts_after_a_native_that_fails(monkeypatch):
         (["--option", "02"], "= and JSON"),
         (["--option", "02=merge"], "is not JSON"),
         (["--option", ",={}"], "give a stage"),
-        (["--json", "absent/out.json"], "no folder absent"),
-        (["--json", "."], "give a file"),
+        (["--json", "absent/out.json"], "cannot be written"),
+        (["--json", "."], "cannot be written"),
         (["--plot", "speed.pdf"], ".svg or .png"),
-        (["--plot", "absent/speed.svg"], "no folder absent"),
+        (["--plot", "absent/speed.svg"], "cannot be written"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )

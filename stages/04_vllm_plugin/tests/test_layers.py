@@ -52,7 +52,7 @@ def test_four_ranks_with_sequence_parallelism(warm_python, tiny_model, tmp_path)
         (["--stages", ","], "name a stage"),
         (["--stages", "02,native-eager"], "never compiled"),
         (["--stages", "02,02"], "twice"),
-        (["--json", "absent/out.json"], "no folder absent"),
+        (["--json", "absent/out.json"], "cannot be written"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from epmoe.core.commands.terminal import Json, deliver, notes, target_file, time_limit
 from epmoe.core.errors import InputError
 
 app = typer.Typer(
@@ -19,11 +19,15 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-_console, _notes = Console(), Console(stderr=True)
 
-Json = Annotated[
-    str | None, typer.Option("--json", metavar="[FILE]", help="Write JSON to FILE, or print it.")
-]
+
+def _plot_file(path: Path | None) -> Path | None:
+    """Callback of `--plot`: found out before a comparison runs."""
+    if path is not None and path.suffix not in (".svg", ".png"):
+        raise InputError(f"--plot {path}: give a file that ends in .svg or .png")
+    return target_file(path)
+
+
 Python = Annotated[
     str | None,
     typer.Option(help="A Python that has vLLM. This one, or .venv-vllm of a clone, by default."),
@@ -63,16 +67,19 @@ def compare(
     ] = None,
     engine: Annotated[str, typer.Option(help="More arguments for vLLM's LLM, as JSON.")] = "{}",
     length: Annotated[int, typer.Option(min=8, help="max_model_len and tokens per step.")] = 256,
-    timeout: Annotated[float, typer.Option(help="Seconds for each run.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for each run.", callback=time_limit)
+    ] = 300.0,
     python: Python = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the plot: .svg or .png.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write the plot: .svg or .png.", callback=_plot_file)
+    ] = None,
     json_to: Json = None,
 ) -> None:
     """Run the same prompts with vLLM's own experts and with each stage's. Exit code 1 where one is wrong."""
     from epmoe.vllm_plugin import compare as comparing
     from epmoe.vllm_plugin import engines, view
 
-    _check_files(json_to, plot)
     plan = comparing.Plan(
         model=str(model),
         stages=comparing.resolve_stages(stages),
@@ -95,7 +102,7 @@ def compare(
     limited = comparing.with_limits(plan, length)
     with _leaving_on_sigterm():
         found = comparing.compare(limited, engines.find_python(python), _say)
-    _deliver(found.as_dict(), json_to, view.with_last_words(found))
+    deliver(found.as_dict(), json_to, view.with_last_words(found))
     if plot:
         view.picture(found).save(plot)
     raise typer.Exit(0 if found.right else 1)
@@ -118,7 +125,9 @@ def layer(
     ] = "7,2",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Device = "cpu",
-    timeout: Annotated[float, typer.Option(help="Seconds for each run.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for each run.", callback=time_limit)
+    ] = 120.0,
     python: Python = None,
     json_to: Json = None,
 ) -> None:
@@ -126,7 +135,6 @@ def layer(
     from epmoe.vllm_plugin import compare as comparing
     from epmoe.vllm_plugin import engines, layers
 
-    _check_files(json_to)
     plan = layers.LayerPlan(
         model=str(model),
         layer=index,
@@ -141,12 +149,12 @@ def layer(
     )
     with _leaving_on_sigterm():
         found = layers.compare(plan, engines.find_python(python), _say)
-    _deliver(found.as_dict(), json_to, layers.table(found))
+    deliver(found.as_dict(), json_to, layers.table(found))
     raise typer.Exit(0 if found.right else 1)
 
 
 def _say(words: str) -> None:
-    _notes.print(words, style="dim", highlight=False, markup=False)
+    notes.print(words, style="dim", highlight=False, markup=False)
 
 
 @contextlib.contextmanager
@@ -165,20 +173,6 @@ def _leaving_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-def _check_files(json_to: str | None, plot: Path | None = None) -> None:
-    """Before anything runs: what could not be written afterwards would be lost."""
-    if plot is not None and plot.suffix not in (".svg", ".png"):
-        raise InputError(f"--plot {plot}: give a file that ends in .svg or .png")
-    to_write = {"--json": Path(json_to) if json_to not in (None, "-") else None, "--plot": plot}
-    for name, path in to_write.items():
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            raise InputError(f"{name} {path}: there is no folder {path.parent}, make it first")
-        if path.is_dir():
-            raise InputError(f"{name} {path} is a folder: give a file")
 
 
 def _stage_options(given: Sequence[str]) -> dict[str, str]:
@@ -206,13 +200,3 @@ def _json(text: str, option: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError(f"{option} {text!r}: give a JSON object")
     return found
-
-
-def _deliver(data: Any, target: str | None, shown: Any) -> None:
-    """The table for people; JSON where it was asked for."""
-    if target != "-":
-        _console.print(shown)
-    if target == "-":
-        print(json.dumps(data, indent=2, default=str))
-    elif target is not None:
-        Path(target).write_text(json.dumps(data, indent=2, default=str) + "\n")
