@@ -156,6 +156,7 @@ def test_hidden_states_need_a_tokenizer(glm_copy):
         '{"architectures": ["Glm4MoeForCausalLM"]}',
         '{"architectures": ["Glm4MoeForCausalLM"], "model_type": "nothing"}',
         '{"architectures": ["Glm4MoeForCausalLM"], "quantization_config": 5}',
+        '{"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 1000000000000}',
     ],
 )
 def test_a_config_that_is_none_is_refused_by_its_name(tmp_path, content):

@@ -6,8 +6,11 @@ from typing import Any
 
 from epmoe.core.checkpoints.families import Family, family_of
 from epmoe.core.errors import InputError
+from epmoe.core.numerics import is_whole
 from epmoe.core.reading import read_json
 from epmoe.core.shape import MoEShape
+
+MOST_LAYERS = 10_000
 
 
 def read_config(folder: Path) -> tuple[str, Any]:
@@ -20,6 +23,7 @@ def read_config(folder: Path) -> tuple[str, Any]:
         raise _no_config(folder, "it is no JSON object")
     architecture = _architecture(folder, raw)
     family_of(architecture)
+    _refuse_endless(folder, raw.get("num_hidden_layers", 1))
     _refuse_quantised(folder, raw.get("quantization_config") or raw.get("compression_config"))
     return architecture, load_config(folder)
 
@@ -57,6 +61,14 @@ def _architecture(folder: Path, raw: dict[str, Any]) -> str:
     if not isinstance(named, list) or not isinstance(named[0], str):
         raise _no_config(folder, f"architectures={named!r} is no list of names")
     return named[0]
+
+
+def _refuse_endless(folder: Path, layers: object) -> None:
+    """transformers lists what each layer is; a slip of the pen would take all memory."""
+    if not is_whole(layers) or not 1 <= layers <= MOST_LAYERS:
+        raise _no_config(
+            folder, f"num_hidden_layers={layers!r} is no whole number of 1 to {MOST_LAYERS}"
+        )
 
 
 def _refuse_quantised(folder: Path, found: Any) -> None:
