@@ -486,11 +486,8 @@ for words, situation in asked.items():
 # T = 2048 and 8192, a prefill on one GPU's share of four ranks, microseconds:
 
 # %% tags=["hide-input"]
-runs = {
-    "whole tiles": "h200-loopback-ep4-prefill",
-    "half tiles": "tried/h200-half-tiles-ep4-prefill",
-}
-print(times("03_fused_triton", runs))
+whole, half = "h200-loopback-ep4-prefill", "tried/h200-half-tiles-ep4-prefill"
+print(times("03_fused_triton", {"whole tiles": whole, "half tiles": half}))
 
 # %% [markdown]
 # The tuner's rows had lain side by side. Those of an exchange are packed with their slots and weights and begin
@@ -498,6 +495,14 @@ print(times("03_fused_triton", runs))
 # the difference that is, we did not measure apart. Now the tuner packs its rows, and half tiles are gone. (T = 512 says
 # nothing about them: the first run used a neighbouring size's tile there, the second one tuned for it.)
 #
+# A size that nobody tuned borrows the nearest one's tile, and that can be dear. Two H200s side by side, the second with
+# an entry for T = 1024 (at 2048 each had one, which differed a little in the second product):
+
+# %% tags=["hide-input"]
+tiles = {"borrowed": "tried/h200-neighbour-tile-ep4", "of its own": "tried/h200-own-tile-ep4"}
+print(times("03_fused_triton", tiles))
+
+# %% [markdown]
 # A tile says in which order products are added. So a token's last bits may depend on how many other tokens came with
 # it: another T, another tile. Training and debugging want otherwise. `batch_invariant=True` pins the tile of C for
 # every call:
