@@ -84,7 +84,9 @@ def test_text_that_cannot_be_read_is_refused(command, kind, tmp_path, monkeypatc
 @pytest.mark.parametrize("limit", ["nan", "inf", "0", "-3"])
 @pytest.mark.parametrize("command", ["tour", "check 00", "trace 00", "bench", "bench padding"])
 def test_a_time_limit_that_is_none_is_refused(command, limit):
-    assert "give a finite number above 0" in refused(*command.split(), "--timeout", limit)
+    assert "give a finite number of seconds above 0" in refused(
+        *command.split(), "--timeout", limit
+    )
 
 
 @pytest.mark.parametrize(

@@ -279,8 +279,8 @@ if not on_gpus:
 # scores: one rounding, and a token goes to another expert. How far rounding alone goes, `native-eager` shows: vLLM's
 # own experts once more, without compiler and graphs. On average its log-probabilities are several times further from
 # native's than the stage's are. Behind `differ` stands how much likelier native finds its own token where the first
-# other one is: not at all for the stage in this run, by 0.20 in the next one below. The stage's speed is native's,
-# within the interval: with two layers the time of a step is mostly not in them.
+# other one is: an exact tie for the stage in this run, and a little in the next one, below. The stage's speed is
+# native's, within the interval: with two layers the time of a step is mostly not in them.
 #
 # The same prompts in fresh engines once more: does a text come out twice?
 
@@ -289,13 +289,16 @@ again = json.loads((results / "again-h200x2-random.json").read_text())
 once = json.loads((results / "compare-h200x2-random.json").read_text())
 
 
-def texts(run, stage):
-    return next(one["ids"] for one in run["results"] if one["stage"] == stage)
+def of(run, stage):
+    return next(one for one in run["results"] if one["stage"] == stage)
 
 
 def same(stage):
-    pairs = list(zip(texts(once, stage), texts(again, stage), strict=True))
-    return {"prompts with the same text": f"{sum(a == b for a, b in pairs)} of {len(pairs)}"}
+    pairs = list(zip(of(once, stage)["ids"], of(again, stage)["ids"], strict=True))
+    return {
+        "prompts with the same text": f"{sum(a == b for a, b in pairs)} of {len(pairs)}",
+        "ids in the second": row(of(again, stage))["ids"],
+    }
 
 
 print(table({stage: same(stage) for stage in ("native", "03_fused_triton")}, "two runs of"))

@@ -19,6 +19,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from epmoe.core.errors import InputError
+from epmoe.core.numerics import is_whole
 from epmoe.core.placement import Placement, contiguous, replicated, serving
 
 _COUNT_LIMIT = 2**63  # what an int64 counter holds, and far below the largest float
@@ -147,7 +148,7 @@ def _checked_counts(counts: Sequence[int]) -> tuple[int, ...]:
     if not counts:
         raise InputError("counts are empty: give how many assignments name each expert")
     for expert, count in enumerate(counts):
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < _COUNT_LIMIT:
+        if not is_whole(count) or not 0 <= count < _COUNT_LIMIT:
             raise InputError(
                 f"the count of expert {expert} is {_short(count)}: give whole numbers from 0 to 2**63 - 1"
             )

@@ -122,10 +122,8 @@ def problem_with_logits(
     spec: "LayerSpec", x_TH: Tensor, logits_TE: Tensor, bias_E: Tensor | None
 ) -> InputError | None:
     """What is wrong with the router's input on this rank, or None; reads shapes and dtypes only."""
-    tokens, experts = (
-        len(x_TH) if isinstance(x_TH, Tensor) and x_TH.dim() else 0,
-        spec.shape.experts,
-    )
+    tokens = len(x_TH) if isinstance(x_TH, Tensor) and x_TH.dim() else 0
+    experts = spec.shape.experts
     asked = [("logits", logits_TE, "[T, E]", (tokens, experts))]
     asked += [("bias", bias_E, "[E]", (experts,))] if bias_E is not None else []
     for name, tensor, words, shape in asked:

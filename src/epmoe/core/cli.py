@@ -16,12 +16,12 @@ from epmoe.core.commands.terminal import (
     Ranks,
     deliver,
     notes,
-    read_words,
     target_in_new_folder,
     time_limit,
 )
 from epmoe.core.errors import EpmoeError
 from epmoe.core.ranks.torchrun import world_size
+from epmoe.core.reading import read_text
 
 app = typer.Typer(
     help="A ladder of expert-parallel Mixture-of-Experts layers: run it, check it, measure it.",
@@ -82,7 +82,7 @@ def tour(
     from epmoe.core.tour.view import render
 
     stages = tours.runnable_stages(stage or [])
-    words = read_words(text) if text else tours.TEXT
+    words = read_text(text) if text else tours.TEXT
     report = guide(
         notes,
         stages,

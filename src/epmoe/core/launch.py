@@ -16,7 +16,6 @@ import importlib.machinery
 import itertools
 import json
 import logging
-import math
 import os
 import shutil
 import subprocess
@@ -37,6 +36,7 @@ from epmoe.core.machine import cores
 from epmoe.core.ranks import gpu_sharing, guardian
 from epmoe.core.ranks.rank_process import RankProcess
 from epmoe.core.ranks.run_end import RunEnd, collect
+from epmoe.core.ranks.time_limits import check_seconds
 from epmoe.core.ranks.torchrun import WorldRanks, run_under_torchrun, under_torchrun
 from epmoe.core.ranks.transport import choose_here
 
@@ -76,13 +76,6 @@ def launch(
         return run_under_torchrun(fn, args, kwargs, ranks, device, timeout)
     with RankPool(ranks, device, start_timeout=timeout, transport=transport) as pool:
         return pool.run(fn, *args, timeout=timeout, **kwargs)
-
-
-def check_seconds(name: str, seconds: float) -> None:
-    """Raise InputError for a time limit that is none; found later, ranks would have started for nothing."""
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not 0 < seconds < math.inf:
-        raise InputError(f"{name}={seconds!r}: give a finite number of seconds above 0")
 
 
 def open_ranks(ranks: int, device: str = "auto") -> "RankPool | WorldRanks":

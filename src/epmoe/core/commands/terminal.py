@@ -1,7 +1,6 @@
 """What the commands of `epmoe` share: options that mean the same everywhere, and how an answer is given."""
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +9,8 @@ import typer
 from rich.console import Console, RenderableType
 
 from epmoe.core.errors import InputError
+from epmoe.core.ranks.time_limits import check_seconds
 from epmoe.core.ranks.torchrun import speaks
-from epmoe.core.reading import read_text
 
 # under torchrun every rank runs the command and rank 0 speaks
 _answers = Console(quiet=not speaks())
@@ -65,8 +64,8 @@ def target_in_new_folder(path: Path | None) -> Path | None:
 
 def time_limit(seconds: float | None) -> float | None:
     """Callback of options in seconds: a limit that is none would be found only by ranks that have started."""
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise InputError(f"a limit of {seconds} seconds: give a finite number above 0")
+    if seconds is not None:
+        check_seconds("timeout", seconds)
     return seconds
 
 
@@ -79,11 +78,6 @@ Json = Annotated[
 Ranks = Annotated[int, typer.Option(min=1, help="How many expert-parallel ranks.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-
-
-def read_words(path: Path) -> str:
-    """What a model shall read, from the file of `--text`. Raises InputError for one that cannot be read."""
-    return read_text(path, "text")
 
 
 def deliver(data: Any, target: str | None, table: RenderableType) -> None:

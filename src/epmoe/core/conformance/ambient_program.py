@@ -30,6 +30,7 @@ def under_modes(group: EPGroup, case: Case) -> dict[str, bool]:
     modes: dict[str, Callable] = {
         "another default dtype": another_default,
         "autocast": lambda: torch.autocast(group.device.type, dtype=torch.bfloat16),
+        "another default device": lambda: torch.device("meta"),  # what is made there holds nothing
         "inference mode": torch.inference_mode,
     }
     same = {}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from epmoe.core import groups
 from epmoe.core.errors import RankFailedError, RunTimeoutError
 from epmoe.core.ranks.rank_worker import dump_value
+from epmoe.core.ranks.time_limits import check_seconds
 from epmoe.core.ranks.transport import Choice
 
 _GRACE = 2.0  # seconds a failed rank waits, so that all ranks can fail with their own words
@@ -60,6 +61,7 @@ class WorldRanks:
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
     ) -> list[Any]:
         """fn(group, *args, **kwargs) on this rank; the results of all, by rank. Collective."""
+        check_seconds("timeout", timeout)
         return run_under_torchrun(fn, args, kwargs, self._asked, self._device, timeout)
 
     def __enter__(self) -> "WorldRanks":

@@ -10,9 +10,8 @@ from typing import Any
 from epmoe.core.errors import InputError
 
 STAGE, NATIVE = "EPMOE_STAGE", "native"
-NATIVE_EAGER = (
-    "native-eager"  # in comparisons: how far vLLM is from itself without compiler and CUDA graphs
-)
+# in comparisons: how far vLLM is from itself without compiler and CUDA graphs
+NATIVE_EAGER = "native-eager"
 VARIABLES = {
     STAGE: "the stage that runs the routed experts; unset or `native` leaves vLLM alone",
     "EPMOE_STAGE_OPTIONS": 'options of that stage as a JSON object, such as {"without": "merge"}',
