@@ -16,8 +16,8 @@ from epmoe.core.commands.terminal import (
     Ranks,
     deliver,
     notes,
-    target_in_new_folder,
     time_limit,
+    writable_in_new_folder,
 )
 from epmoe.core.errors import EpmoeError
 from epmoe.core.ranks.torchrun import world_size
@@ -151,7 +151,7 @@ def tune(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The file; by default the one that layers read.", callback=target_in_new_folder
+            help="The file; by default the one that layers read.", callback=writable_in_new_folder
         ),
     ] = None,
     timeout: Annotated[

@@ -18,9 +18,8 @@ from epmoe.core.bench.subjects import resolve_names
 from epmoe.core.bench.view import render
 from epmoe.core.bench.workload import Routing
 from epmoe.core.commands.terminal import (
-    json_target_in_new_folder,
-    target_in_new_folder,
     time_limit,
+    writable_in_new_folder,
 )
 from epmoe.core.errors import InputError
 from epmoe.core.launch import launch
@@ -92,7 +91,7 @@ def run_command(
     ] = None,
     save_vllm_config: Annotated[
         Path | None,
-        typer.Option(help="Where to write what the sweep chose.", callback=target_in_new_folder),
+        typer.Option(help="Where to write what the sweep chose.", callback=writable_in_new_folder),
     ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Record kernel times too: where the time goes.")
@@ -115,7 +114,7 @@ def run_command(
             "--json",
             metavar="[FILE]",
             help="Write JSON to FILE, or print it.",
-            callback=json_target_in_new_folder,
+            callback=writable_in_new_folder,
         ),
     ] = None,
 ) -> None:
@@ -207,7 +206,7 @@ def padding_command(
             "--json",
             metavar="FILE",
             help="Write JSON to FILE.",
-            callback=json_target_in_new_folder,
+            callback=writable_in_new_folder,
         ),
     ] = None,
 ) -> None:

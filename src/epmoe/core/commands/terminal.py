@@ -38,28 +38,20 @@ def _can_be_written(path: Path, makes_folders: bool) -> bool:
     return os.access(path if os.path.exists(path) else folder, os.W_OK)
 
 
-def json_target(target: str | None) -> str | None:
-    """Callback of `--json`: refused here, before a long run whose result would be lost."""
-    check_files(None if target in (None, "-") else Path(target))
+def writable(target: Any) -> Any:
+    """Callback of options that name a file to write, `-` for standard output: refused before a long run, not after."""
+    check_files(_file(target))
     return target
 
 
-def json_target_in_new_folder(target: str | None) -> str | None:
-    """As `json_target`, for commands that make the folder."""
-    check_files(None if target in (None, "-") else Path(target), makes_folders=True)
+def writable_in_new_folder(target: Any) -> Any:
+    """As `writable`, for commands that make the folder."""
+    check_files(_file(target), makes_folders=True)
     return target
 
 
-def target_file(path: Path | None) -> Path | None:
-    """Callback of options that name a file to write."""
-    check_files(path)
-    return path
-
-
-def target_in_new_folder(path: Path | None) -> Path | None:
-    """As `target_file`, for files whose folder is made."""
-    check_files(path, makes_folders=True)
-    return path
+def _file(target: str | Path | None) -> Path | None:
+    return None if target in (None, "-") else Path(target)
 
 
 def time_limit(seconds: float | None) -> float | None:
@@ -72,7 +64,7 @@ def time_limit(seconds: float | None) -> float | None:
 Json = Annotated[
     str | None,
     typer.Option(
-        "--json", metavar="[FILE]", help="Write JSON to FILE, or print it.", callback=json_target
+        "--json", metavar="[FILE]", help="Write JSON to FILE, or print it.", callback=writable
     ),
 ]
 Ranks = Annotated[int, typer.Option(min=1, help="How many expert-parallel ranks.")]

@@ -17,8 +17,8 @@ from epmoe.core.commands.terminal import (
     Json,
     deliver,
     notes,
-    target_file,
     time_limit,
+    writable,
 )
 from epmoe.core.errors import InputError
 from epmoe.core.launch import RankPool, open_ranks
@@ -52,12 +52,12 @@ def trace_command(
     device: Device = "auto",
     dtype: Dtype = "auto",
     out: Annotated[
-        Path, typer.Option(help="Where the trace for ui.perfetto.dev goes.", callback=target_file)
+        Path, typer.Option(help="Where the trace for ui.perfetto.dev goes.", callback=writable)
     ] = Path("trace.json"),
     stepper: Annotated[
         Path | None,
         typer.Option(
-            help="Also a few tokens row by row, for the site's stepper.", callback=target_file
+            help="Also a few tokens row by row, for the site's stepper.", callback=writable
         ),
     ] = None,
     timeout: Annotated[

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from epmoe.core.commands.terminal import Json, deliver, notes, target_file, time_limit
+from epmoe.core.commands.terminal import Json, deliver, notes, time_limit, writable
 from epmoe.core.errors import InputError
 
 app = typer.Typer(
@@ -25,7 +25,7 @@ def _plot_file(path: Path | None) -> Path | None:
     """Callback of `--plot`: found out before a comparison runs."""
     if path is not None and path.suffix not in (".svg", ".png"):
         raise InputError(f"--plot {path}: give a file that ends in .svg or .png")
-    return target_file(path)
+    return writable(path)
 
 
 Python = Annotated[
