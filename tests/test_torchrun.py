@@ -95,3 +95,37 @@ def test_a_command_runs_on_the_world_and_rank_0_speaks(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("uniform") == 1
     assert "2 ranks of torchrun's world on cpu over gloo" in done.stderr
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads have names in /proc")
+@pytest.mark.parametrize("maker", ["torchrun's group", "the program's own group"])
+def test_no_thread_of_gloo_outlives_the_program(tmp_path, maker):
+    """One that lets go of its last tensor after Python has ended aborts the process, and does on busy cores."""
+    own = maker == "the program's own group"
+    done = _torchrun(
+        tmp_path,
+        f"""
+        import atexit, os
+        from pathlib import Path
+
+        def gloo_threads():
+            names = [name.read_text() for name in Path("/proc/self/task").glob("*/comm")]
+            return sum("gloo" in name for name in names)
+
+        atexit.register(lambda: os.write(1, f"{{gloo_threads()}} at the end\\n".encode()))
+        import torch.distributed as dist
+        from epmoe.core import groups
+        from epmoe.core.launch import launch
+
+        if {own}:
+            dist.init_process_group("gloo")
+        held = launch(lambda group: group.size, ranks=2, device="cpu")
+        assert gloo_threads() > 0
+        if {own}:
+            dist.destroy_process_group()
+        else:
+            forgotten = groups.join(dist.group.WORLD, "cpu")
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0 at the end"] * 2

@@ -260,8 +260,9 @@ def init(
     backend = "gloo" if where.type == "cpu" else "cpu:gloo,cuda:nccl"
     # No device_id: it would make NCCL split the parent for every subgroup, which needs ranks outside of it.
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    name, world = ("gloo" if where.type == "cpu" else "nccl"), dist.group.WORLD
-    return EPGroup(rank, size, where, name, world, world, owns_process_group=True, store=store)
+    name = "gloo" if where.type == "cpu" else "nccl"
+    members = (rank, size, where, name, dist.group.WORLD, dist.group.WORLD)
+    return pgs.abandon_at_exit(EPGroup(*members, owns_process_group=True, store=store))
 
 
 def from_torchrun(device: str = "auto", timeout: float = 1800.0) -> EPGroup:
@@ -292,8 +293,8 @@ def join(process_group: Any, device: torch.device | str, control_group: Any = No
         return single(where)
     control = control_group if control_group is not None else process_group
     name = "gloo" if where.type == "cpu" else "nccl"
-    if f"{where.type}:{name}" not in pgs.backends(process_group):
-        raise UnsupportedError(
-            f"the joined group has {pgs.backends(process_group)}, {where} needs {where.type}:{name}"
-        )
-    return EPGroup(dist.get_rank(process_group), size, where, name, process_group, control)
+    have, needed = pgs.backends(process_group), f"{where.type}:{name}"
+    if needed not in have:
+        raise UnsupportedError(f"the joined group has {have}, {where} needs {needed}")
+    members = (dist.get_rank(process_group), size, where, name, process_group, control)
+    return pgs.abandon_at_exit(EPGroup(*members))

@@ -1,7 +1,10 @@
 """What `groups` needs from torch.distributed, with the differences between its versions and transports levelled."""
 
+import atexit
+import contextlib
 import os
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +17,8 @@ from epmoe.core.errors import UnsupportedError
 
 # Ranks of one host meet here: a host name that resolves to another interface would otherwise cost minutes.
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+
+_abandoned_at_exit: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 # torch 2.13 renamed both and warns about the old names, which are the only ones in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -90,6 +95,24 @@ def abort(group: Any) -> None:
         dist.distributed_c10d._abort_process_group(group)
     else:
         dist.destroy_process_group(group)
+
+
+def abandon_at_exit(group: Any) -> Any:
+    """`group`, an EPGroup, which is abandoned before Python ends unless it was closed.
+
+    A thread of gloo's that lets go of its last tensor once Python has ended aborts the whole process. Torch ends these
+    threads with the last reference to its group, so no forgotten group may hold one. Abandoned and not closed: at exit
+    a peer may be gone already.
+    """
+    _abandoned_at_exit.add(group)
+    return group
+
+
+@atexit.register
+def _abandon_all() -> None:
+    for group in list(_abandoned_at_exit):
+        with contextlib.suppress(Exception):  # the program's own exit code is what counts now
+            group.abandon()
 
 
 def rendezvous(where: str, rank: int, size: int, limit: timedelta) -> Any:

@@ -1,7 +1,5 @@
 """`launch` inside a program that torchrun started: the ranks exist, so run on this one and share the results."""
 
-import atexit
-import contextlib
 import faulthandler
 import itertools
 import json
@@ -113,8 +111,6 @@ def _world(device: str) -> groups.EPGroup:
     if not _worlds:
         joined = dist.is_initialized()
         _worlds.append(_join_world() if joined else groups.from_torchrun(device))
-        if not joined:
-            atexit.register(_leave_world)
     return _worlds[0]
 
 
@@ -122,13 +118,6 @@ def _join_world() -> groups.EPGroup:
     on_cuda = "cuda:nccl" in dist.get_backend_config().split(",")
     where = f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu"
     return groups.join(dist.group.WORLD, where)
-
-
-def _leave_world() -> None:
-    with contextlib.suppress(
-        Exception
-    ):  # at exit a peer may be gone already; nothing is left to save
-        dist.destroy_process_group()
 
 
 def _compare_ends(group: groups.EPGroup, error: Exception | None, timeout: float) -> None:
