@@ -1,7 +1,11 @@
 """`epmoe bench padding`: rows are counted in real runs, and impossible counts are refused."""
 
-import pytest
+import json
 
+import pytest
+from typer.testing import CliRunner
+
+from epmoe.core import cli
 from epmoe.core.bench import padding, report
 from epmoe.core.bench.workload import Routing
 from epmoe.core.errors import InputError
@@ -23,7 +27,8 @@ def test_padding_is_counted_in_real_runs(tmp_path):
     marks = "".join(f"<!-- {b}:begin -->\n<!-- {b}:end -->\n" for b in ("ladder", "against"))
     (tmp_path / "README.md").write_text(marks)
     path = tmp_path / report.RESULTS / "padding.json"
-    padding.save(path, rows, "tiny", 2, "epmoe bench padding")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(padding.document(rows, "tiny", 2, "epmoe bench padding")))
     assert padding.load(path)[1] == rows
     report.generate(tmp_path)
     assert "| 2 | uniform | 4 |" in (tmp_path / "docs/ladder/padding.md").read_text()
@@ -35,6 +40,19 @@ def test_impossible_padding_counts_are_refused(tmp_path):
         stage="02_fixed_capacity", tokens=1, ep=2, routing="uniform", skew=None, rows_sent=1.0,
         rows_sent_needed=2.0, rows_computed=4.0, rows_computed_needed=4.0, wire_bytes=1.0,
     )  # fmt: skip
-    padding.save(tmp_path / "p.json", [row], "tiny", 1, "x")
+    (tmp_path / "p.json").write_text(json.dumps(padding.document([row], "tiny", 1, "x")))
     with pytest.raises(InputError, match="sent fewer rows"):
         padding.load(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("to_file", [True, False])
+def test_the_command_gives_its_counts_as_json(to_file, tmp_path):
+    path = tmp_path / "p.json"
+    words = "bench padding --stages 00 --tokens 2 --ep 2 --routings uniform --draws 1 --json"
+    done = CliRunner().invoke(cli.app, [*words.split(), str(path) if to_file else "-"])
+    assert done.exit_code == 0, done.output
+    if not to_file:
+        path.write_text(done.stdout)
+    head, [row] = padding.load(path)
+    assert head["shape"] == "tiny"
+    assert (row.tokens, row.ep, row.rows_sent) == (2, 2, 4)

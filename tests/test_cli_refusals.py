@@ -39,7 +39,7 @@ def test_json_into_a_folder_is_refused_before_the_run(command, tmp_path):
     assert f"{tmp_path} cannot be written" in refused(*command.split(), "--json", tmp_path)
 
 
-@pytest.mark.parametrize("command", [run for run in RUNS if not run.startswith("bench")])
+@pytest.mark.parametrize("command", [run for run in RUNS if run != "bench"])
 def test_json_in_a_missing_folder_is_refused_before_the_run(command, tmp_path):
     assert "cannot be written" in refused(*command.split(), "--json", tmp_path / "no" / "a.json")
 
@@ -47,8 +47,7 @@ def test_json_in_a_missing_folder_is_refused_before_the_run(command, tmp_path):
 def test_bench_makes_folders_but_none_below_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     check_files(tmp_path / "new" / "newer" / "a.json", makes_folders=True)
-    for words in (("bench",), ("bench", "padding")):
-        assert "cannot be written" in refused(*words, "--json", tmp_path / "file" / "a.json")
+    assert "cannot be written" in refused("bench", "--json", tmp_path / "file" / "a.json")
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,7 @@ from epmoe.core.bench.run import Config, estimate_seconds, run
 from epmoe.core.bench.subjects import resolve_names
 from epmoe.core.bench.view import render
 from epmoe.core.bench.workload import Routing
-from epmoe.core.commands.terminal import (
-    time_limit,
-    writable_in_new_folder,
-)
+from epmoe.core.commands.terminal import Json, deliver, time_limit, writable_in_new_folder
 from epmoe.core.errors import InputError
 from epmoe.core.launch import launch
 from epmoe.core.plan.render import parse_tokens
@@ -200,15 +197,7 @@ def padding_command(
     timeout: Annotated[
         float, typer.Option(help="Seconds for each count.", callback=time_limit)
     ] = 120.0,
-    json_to: Annotated[
-        str | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            help="Write JSON to FILE.",
-            callback=writable_in_new_folder,
-        ),
-    ] = None,
+    json_to: Json = None,
 ) -> None:
     """Count rows sent and computed against rows needed, on real CPU ranks."""
     from epmoe.core.bench import padding
@@ -223,10 +212,8 @@ def padding_command(
         draws,
         timeout,
     )
-    if json_to not in (None, "-"):
-        command = shlex.join(["epmoe", *sys.argv[1:]])
-        padding.save(Path(str(json_to)), counted, shape, draws, command)
-    _console.print(render_padding(counted))
+    command = shlex.join(["epmoe", *sys.argv[1:]])
+    deliver(padding.document(counted, shape, draws, command), json_to, render_padding(counted))
 
 
 @app.command("report")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -138,10 +139,10 @@ def _row(
     return PaddingRow(stage=stage, tokens=tokens, ep=ep, routing=routing.kind, skew=skew, **means)
 
 
-def save(path: Path, rows: Sequence[PaddingRow], shape: str, draws: int, command: str) -> None:
-    """Write the rows with where they come from."""
+def document(rows: Sequence[PaddingRow], shape: str, draws: int, command: str) -> dict[str, Any]:
+    """The rows with where they come from, as `load` reads them back from a file."""
     sha, dirty = provenance.git_state()
-    data = {
+    return {
         "schema": SCHEMA,
         "kind": "padding",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -152,8 +153,6 @@ def save(path: Path, rows: Sequence[PaddingRow], shape: str, draws: int, command
         "draws": draws,
         "rows": [asdict(row) for row in rows],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def load(path: Path) -> tuple[dict, list[PaddingRow]]:
