@@ -99,7 +99,8 @@ def _notes(result: Result) -> Text:
 def render_padding(rows: Sequence[PaddingRow]) -> Table:
     """Rows done per row needed, a column per stage."""
     stages = list(dict.fromkeys(row.stage for row in rows))
-    table = Table("EP", "routing", "T", *stages, box=box.SIMPLE_HEAD)
+    heads = [stage.replace("_", "\n") for stage in stages]  # whole in a narrow terminal too
+    table = Table("EP", "routing", "T", *heads, box=box.SIMPLE_HEAD)
     settings = list(dict.fromkeys((r.ep, routing_words(r), r.tokens) for r in rows))
     for ep, routing, tokens in settings:
         found = {
