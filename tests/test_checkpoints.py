@@ -14,7 +14,7 @@ from tests.checkpoint_makers import FAMILIES, make_model, save_model
 
 from epmoe.core.checkpoints import files as checkpoint_files
 from epmoe.core.checkpoints import inspect, load_layer
-from epmoe.core.routing import RouterConfig, route
+from epmoe.core.routing import RouterConfig
 from epmoe.core.weights import ExpertWeights
 
 MOE_LAYERS = {
@@ -92,7 +92,7 @@ def test_weights_equal_those_of_the_module(saved, family):
         read = load_layer(folder, layer)
         assert torch.equal(read.experts.w13_E2IH, block.experts.gate_up_proj)
         assert torch.equal(read.experts.w2_EHI, block.experts.down_proj)
-        assert torch.equal(read.router_EH, block.gate.weight)
+        assert torch.equal(read.router.weight_EH, block.gate.weight)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,8 +101,7 @@ def test_layer_computes_what_the_module_computes(saved, family):
     layer = MOE_LAYERS[family][-1]
     info, read = inspect(folder), load_layer(folder, layer)
     x_TH = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
-    logits_TE = F.linear(x_TH, read.router_EH)
-    ids_TK, weights_TK = route(logits_TE, info.router, info.shape.topk, read.correction_bias_E)
+    ids_TK, weights_TK = read.router(x_TH)
     y_TH = torch.zeros_like(x_TH)
     for t in range(len(x_TH)):
         for k in range(info.shape.topk):
@@ -119,12 +118,12 @@ def test_shared_expert_and_bias_exist_where_the_architecture_has_them(saved):
         read = load_layer(saved[family][0], MOE_LAYERS[family][0])
         assert read.shared is not None
         assert read.shared.w2_EHI.shape == (1, 64, width)
-        assert read.correction_bias_E is not None
-        assert read.correction_bias_E.abs().max() > 0
+        assert read.router.bias_E is not None
+        assert read.router.bias_E.abs().max() > 0
     for family in ("qwen3_moe", "mixtral"):
         read = load_layer(saved[family][0], 0)
         assert read.shared is None
-        assert read.correction_bias_E is None
+        assert read.router.bias_E is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -212,15 +211,15 @@ def test_dtype_converts_experts_and_leaves_the_router_exact(saved):
     assert torch.equal(read.experts.w2_EHI[0], block.experts.down_proj[3].bfloat16())
     assert read.shared is not None
     assert read.shared.dtype == torch.bfloat16
-    assert torch.equal(read.router_EH, block.gate.weight)
-    assert read.correction_bias_E is not None
-    assert torch.equal(read.correction_bias_E, block.gate.e_score_correction_bias)
+    assert torch.equal(read.router.weight_EH, block.gate.weight)
+    assert read.router.bias_E is not None
+    assert torch.equal(read.router.bias_E, block.gate.e_score_correction_bias)
 
 
 def test_loaded_weights_outlive_the_files(tmp_path):
     save_model("glm4_moe", tmp_path)
     read = load_layer(tmp_path, 1)
-    before = read.router_EH.clone(), read.experts.w2_EHI.clone()
+    before = read.router.weight_EH.clone(), read.experts.w2_EHI.clone()
     shutil.rmtree(tmp_path)
-    assert torch.equal(read.router_EH, before[0])
+    assert torch.equal(read.router.weight_EH, before[0])
     assert torch.equal(read.experts.w2_EHI, before[1])

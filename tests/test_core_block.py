@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from epmoe.core import groups
-from epmoe.core.block import MoEBlock, Router, shared_expert
+from epmoe.core.block import MoEBlock, shared_expert
 from epmoe.core.errors import InputError
 from epmoe.core.layer import build
 from epmoe.core.placement import contiguous
-from epmoe.core.routing import RouterConfig, route
+from epmoe.core.routing import Router, RouterConfig, route
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import random_weights
 from epmoe.reference.oracle import expert_output

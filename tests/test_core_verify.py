@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from epmoe.core import groups
-from epmoe.core.block import MoEBlock, Router, shared_expert
+from epmoe.core.block import MoEBlock, shared_expert
 from epmoe.core.cases import Case
 from epmoe.core.errors import InputError
 from epmoe.core.numerics import sum_in_order, swiglu
-from epmoe.core.routing import RouterConfig
+from epmoe.core.routing import Router, RouterConfig
 from epmoe.core.shape import MoEShape
 from epmoe.core.verify import build_case, call_once, report, run_case, tolerance, worst_row
 

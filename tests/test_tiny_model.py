@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from epmoe.core.checkpoints import hidden_states, inspect, load_layer
 from epmoe.core.errors import InputError
-from epmoe.core.routing import route
 from epmoe.core.weights import ExpertWeights
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -134,9 +133,7 @@ def test_routing_is_uneven_and_no_expert_is_dead(layer):
     x_TH = torch.cat(
         [hidden_states(TINY, layer, text[i : i + 1000], 1024) for i in range(0, 8000, 1000)]
     )
-    ids_TK, weights_TK = route(
-        x_TH @ read.router_EH.T, info.router, info.shape.topk, read.correction_bias_E
-    )
+    ids_TK, weights_TK = read.router(x_TH)
     load_E = torch.bincount(ids_TK.flatten(), minlength=info.shape.experts).float()
     assert load_E.min() > 0
     assert 1.5 < (load_E.max() / load_E.mean()).item() < 6
@@ -149,9 +146,7 @@ def test_layer_gives_the_real_blocks_output_on_real_activations(model, tokenizer
     info, read = inspect(TINY), load_layer(TINY, layer, dtype=torch.float32)
     x_TH = hidden_states(TINY, layer, TEXT, max_tokens=24)
     assert x_TH.shape == (24, 128)
-    ids_TK, weights_TK = route(
-        x_TH @ read.router_EH.T, info.router, info.shape.topk, read.correction_bias_E
-    )
+    ids_TK, weights_TK = read.router(x_TH)
     assert read.shared is not None
     y_TH = run_expert(read.shared, 0, x_TH)
     for t in range(24):

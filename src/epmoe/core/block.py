@@ -9,41 +9,14 @@ shared expert.
 Legend: T tokens, H hidden, E experts, K experts per token.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from epmoe.core.ambient import no_autocast
 from epmoe.core.errors import InputError
 from epmoe.core.layer import MoELayer
 from epmoe.core.numerics import matmul_float32, swiglu
-from epmoe.core.routing import RouterConfig, route
+from epmoe.core.routing import Router
 from epmoe.core.weights import ExpertWeights
-
-
-@dataclass(frozen=True, kw_only=True)
-class Router:
-    """Weights of a router and how they are used.
-
-    Attributes:
-        weight_EH: [E, H]; logits are computed in float32.
-        bias_E: [E] float32 correction bias, or None.
-        config, topk: scoring and K.
-    """
-
-    weight_EH: Tensor
-    config: RouterConfig
-    topk: int
-    bias_E: Tensor | None = None
-
-    def __call__(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """topk_ids_TK int32 and topk_weights_TK float32 of x_TH [T, H]."""
-        return route(self.logits(x_TH), self.config, self.topk, self.bias_E)
-
-    def logits(self, x_TH: Tensor) -> Tensor:
-        """logits_TE [T, E] float32."""
-        with no_autocast(x_TH.device):
-            return x_TH.float() @ self.weight_EH.float().T
 
 
 class MoEBlock:

@@ -7,7 +7,7 @@ Two families cover today's models:
   the weights; optionally only experts of the best groups compete, a group scoring the sum of its two best.
 
 Sources: Mixtral (arXiv:2401.04088), DeepSeek-V3 (arXiv:2412.19437, sections 2.1.2 and 2.1.3).
-Legend: T tokens, E experts, K experts per token, G groups.
+Legend: T tokens, H hidden, E experts, K experts per token, G groups.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from epmoe.core.ambient import no_autocast
 from epmoe.core.errors import InputError
 
 
@@ -84,6 +85,31 @@ def route(
         # dim 1, never squeezed: with K = 1 every weight is exactly 1, whatever the other tokens are
         weights_TK = weights_TK / (weights_TK.sum(dim=1, keepdim=True) + _EPSILON[config.scoring])
     return ids_TK.to(torch.int32), weights_TK * config.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Weights of a router and how they are used.
+
+    Attributes:
+        weight_EH: [E, H]; logits are computed in float32.
+        bias_E: [E] float32 correction bias, or None.
+        config, topk: how logits become ids and weights, and K.
+    """
+
+    weight_EH: Tensor
+    config: RouterConfig
+    topk: int
+    bias_E: Tensor | None = None
+
+    def __call__(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """topk_ids_TK int32 and topk_weights_TK float32 of x_TH [T, H]."""
+        return route(self.logits(x_TH), self.config, self.topk, self.bias_E)
+
+    def logits(self, x_TH: Tensor) -> Tensor:
+        """logits_TE [T, E] float32."""
+        with no_autocast(x_TH.device):
+            return x_TH.float() @ self.weight_EH.float().T
 
 
 def for_kernels(scores: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from epmoe.core.checkpoints.config import by_transformers, load_config, read_con
 from epmoe.core.checkpoints.families import Family, family_of
 from epmoe.core.checkpoints.files import TensorFiles
 from epmoe.core.errors import InputError
-from epmoe.core.routing import RouterConfig
+from epmoe.core.routing import Router, RouterConfig
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import ExpertWeights
 
@@ -53,14 +53,12 @@ class LayerWeights:
 
     Attributes:
         experts: w13 [n, 2I, H] (gate rows first, then up) and w2 [n, H, I], in the order asked for.
-        router_EH: [E, H] float32, logits = x @ router_EH.T.
-        correction_bias_E: [E] float32, steers the choice of experts only; None for softmax routers.
+        router: of all E experts, in float32; its bias_E is None for softmax routers.
         shared: the shared expert as an ExpertWeights of one expert, None for none.
     """
 
     experts: ExpertWeights
-    router_EH: Tensor
-    correction_bias_E: Tensor | None
+    router: Router
     shared: ExpertWeights | None
 
 
@@ -124,8 +122,12 @@ def load_layer(
         shared = _read_shared(files, stem, family, shape, dtype)
     return LayerWeights(
         experts=routed.to(device),
-        router_EH=router_EH.to(device, torch.float32),
-        correction_bias_E=None if bias_E is None else bias_E.to(device, torch.float32),
+        router=Router(
+            weight_EH=router_EH.to(device, torch.float32),
+            bias_E=None if bias_E is None else bias_E.to(device, torch.float32),
+            config=info.router,
+            topk=shape.topk,
+        ),
         shared=None if shared is None else shared.to(device),
     )
 

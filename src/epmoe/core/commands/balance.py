@@ -63,21 +63,13 @@ def read_counts(path: Path) -> Counts:
 
 def routed_counts(model: Path, layer: int | None, text: Path | None, tokens: int) -> Counts:
     """How often a checkpoint's tokens name each expert when it reads the text, by MoE layer."""
-    from epmoe.core.block import Router
     from epmoe.core.checkpoints import hidden_states_of_layers, inspect, load_layer
     from epmoe.core.tour import TEXT
 
     info, words = inspect(model), read_text(text) if text else TEXT
     layers, counts = info.moe_layers if layer is None else (layer,), {}
     for index, x_TH in hidden_states_of_layers(model, layers, words, tokens).items():
-        weights = load_layer(model, index, experts=())
-        router = Router(
-            weight_EH=weights.router_EH,
-            bias_E=weights.correction_bias_E,
-            config=info.router,
-            topk=info.shape.topk,
-        )
-        ids_TK, _ = router(x_TH)
+        ids_TK, _ = load_layer(model, index, experts=()).router(x_TH)
         counts[index] = torch.bincount(ids_TK.flatten(), minlength=info.shape.experts).tolist()
     return counts
 

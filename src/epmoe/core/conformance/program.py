@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epmoe.core import layer as seam
-from epmoe.core.block import MoEBlock, Router, shared_expert
+from epmoe.core.block import MoEBlock, shared_expert
 from epmoe.core.cases import Case
 from epmoe.core.errors import EpmoeError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import MoELayer, build
-from epmoe.core.routing import RouterConfig, route
+from epmoe.core.routing import Router, RouterConfig, route
 from epmoe.core.verify import Row, bring, build_case, call_once, chosen_rows, differ, worst_row
 from epmoe.core.weights import ExpertWeights, random_weights
 from epmoe.reference.oracle import oracle

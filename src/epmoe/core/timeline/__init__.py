@@ -20,7 +20,6 @@ from torch import Tensor
 from epmoe.core import ledger, phases
 from epmoe.core.bench import provenance
 from epmoe.core.bench.workload import Routing, layer_weights, make_draw
-from epmoe.core.block import Router
 from epmoe.core.checkpoints import load_layer
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
@@ -159,13 +158,7 @@ def _read(group: EPGroup, run: Run, text: Text) -> tuple[ExpertWeights, list[Bro
     experts, device = run.placement.experts_of(group.rank), group.device
     mine = load_layer(text.model, text.layer, experts, run.dtype, device)
     x_TH = text.x_TH.tensor_split(group.size)[group.rank].to(device, run.dtype)
-    router = Router(
-        weight_EH=mine.router_EH,
-        bias_E=mine.correction_bias_E,
-        config=run.shape.router,
-        topk=run.shape.topk,
-    )
-    return mine.experts, [(x_TH, router.logits(x_TH), router.bias_E)] * run.calls
+    return mine.experts, [(x_TH, mine.router.logits(x_TH), mine.router.bias_E)] * run.calls
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from epmoe.core import ledger, registry
-from epmoe.core.block import Router
 from epmoe.core.checkpoints import inspect, load_layer
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
@@ -130,13 +129,7 @@ def measure(
     everything = load_layer(model, layer, None, dtype, group.device)
     shares = share_out(len(x_TH), group.size)
     x_TH = x_TH.split(shares)[group.rank].to(group.device, dtype)
-    router = Router(
-        weight_EH=everything.router_EH,
-        bias_E=everything.correction_bias_E,
-        config=info.router,
-        topk=info.shape.topk,
-    )
-    ids_TK, weights_TK = router(x_TH)
+    ids_TK, weights_TK = mine.router(x_TH)
     moe = build(stage, info.shape, mine.experts, placement, group, max(shares))
     with ledger.record() as book:
         y_TH = moe(x_TH, ids_TK, weights_TK, max_tokens=max(shares))

@@ -24,7 +24,7 @@ def run(job: dict[str, Any], rank: int) -> tuple[Tensor, dict[str, Any]]:
     info = checkpoints.inspect(job["model"])
     dtype, device = getattr(torch, job["dtype"]), job["device"]
     found = checkpoints.load_layer(info.path, job["layer"], dtype=dtype)
-    bias_E = None if found.correction_bias_E is None else found.correction_bias_E.to(device)
+    bias_E = None if found.router.bias_E is None else found.router.bias_E.to(device)
     ranks = {"dp": job["dp"], "tp": job["tp"]}
     with bare.world(**ranks, rank=rank, device=device, max_tokens=job["max_tokens"]) as config:
         arguments: dict[str, Any] = (
@@ -33,7 +33,7 @@ def run(job: dict[str, Any], rank: int) -> tuple[Tensor, dict[str, Any]]:
         runner = bare.make(config, info.shape, dtype, bias_E, **arguments)
         bare.load(runner, found.experts.to(device))
         x_TH = torch.load(job["inputs"][rank // job["tp"]]).to(device)
-        logits_TE = x_TH @ found.router_EH.to(device).T
+        logits_TE = x_TH @ found.router.weight_EH.to(device).T
         mine = _mine(job, rank, len(x_TH))
         y_TH = bare.call(
             config,
