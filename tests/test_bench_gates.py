@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from epmoe.core.bench.chains import Chain
-from epmoe.core.bench.gates import GateError, check_router, expectations, sample_rows
+from epmoe.core.bench.gates import GateError, check_router, expectations
 from epmoe.core.bench.method import HostClock
 from epmoe.core.bench.point import Plan, draw_records, measure_point, replays_of
 from epmoe.core.bench.results import Result, validate
@@ -203,12 +203,6 @@ def test_a_draw_without_work_for_the_rank_is_refused():
     setting = with_draws(_base(single("cpu"), config), config, 1, 0, 1)
     with pytest.raises(InputError, match="play another rank"):
         draw_records(setting, 1e12)
-
-
-def test_sampled_rows_include_first_and_last():
-    assert sample_rows(100, 3, torch.device("cpu")).tolist() == [0, 50, 99]
-    assert sample_rows(2, 4, torch.device("cpu")).tolist() == [0, 1]
-    assert sample_rows(1, 4, torch.device("cpu")).tolist() == [0]
 
 
 def test_replays_are_even():

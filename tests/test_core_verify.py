@@ -12,7 +12,16 @@ from epmoe.core.errors import InputError
 from epmoe.core.numerics import sum_in_order, swiglu
 from epmoe.core.routing import Router, RouterConfig
 from epmoe.core.shape import MoEShape
-from epmoe.core.verify import build_case, call_once, report, run_case, tolerance, worst_row
+from epmoe.core.verify import (
+    build_case,
+    call_once,
+    chosen_rows,
+    relative_error,
+    report,
+    run_case,
+    tolerance,
+    worst_row,
+)
 
 SHAPE = MoEShape(hidden=64, intermediate=96, experts=8, topk=2)
 CASE = Case(stage="00", shape=SHAPE, tokens=((6,), (0,), (3,)))
@@ -66,6 +75,32 @@ def test_a_token_without_experts_must_be_exactly_zero():
     y_TH[1, 3] = 1e-30
     row = judged(y_TH, case)
     assert (row.row, row.expert, row.right) == (1, -1, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_error_of_a_row_is_relative_to_its_terms(dtype):
+    nan, inf = float("nan"), float("inf")
+    rows = [  # y, wanted, terms, error
+        ([1.0, 2.5], [1.0, 2.0], 4.0, 0.125),
+        ([1.0, 2.0], [1.0, 2.0], 4.0, 0.0),
+        ([0.0, 0.0], [0.0, 0.0], 0.0, 0.0),
+        ([0.0, 1e-30], [0.0, 0.0], 0.0, inf),
+        ([nan, 2.0], [1.0, 2.0], 4.0, inf),
+        ([nan, 0.0], [0.0, 0.0], 0.0, inf),
+        ([1.0, inf], [1.0, 2.0], 4.0, inf),
+    ]
+    y_TH, wanted_TH, terms_T, error_T = (
+        torch.tensor(values, dtype=dtype) for values in zip(*rows, strict=True)
+    )
+    assert torch.equal(relative_error(y_TH, wanted_TH, terms_T), error_T)
+    assert relative_error(y_TH[:0], wanted_TH[:0], terms_T[:0]).tolist() == []
+
+
+def test_chosen_rows_include_first_and_last():
+    assert chosen_rows(100, 3).tolist() == [0, 50, 99]
+    assert chosen_rows(2, 4).tolist() == [0, 1]
+    assert chosen_rows(1, 1).tolist() == [0]
+    assert chosen_rows(3, None).tolist() == [0, 1, 2]
 
 
 def test_swapped_rows_are_wrong():

@@ -4,11 +4,10 @@
     print(report(reports))
     assert all(r.right for r in reports)
 
-The same program is the conformance suite's, `epmoe check`'s and the tour's. It runs on every rank of a group, and every
-rank returns its own `CaseReport`. All draws follow from the case, so any rank can tell what any other one brings.
+The same program is the conformance suite's and `epmoe check`'s. It runs on every rank of a group, and every rank
+returns its own `CaseReport`. All draws follow from the case, so any rank can tell what any other one brings.
 
-How close is right: a row's error is max over H of |y - y_ref|, divided by the size of the terms that were added (the
-oracle's `terms_T`), against `tolerance(dtype)`. A row without any expert must be exactly zero.
+How close is right: `relative_error` of a row, against `tolerance(dtype)`; the tour and the bench go by the same two.
 Legend: T tokens, H hidden, K experts per token, E experts.
 """
 
@@ -109,6 +108,16 @@ def tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE[dtype] * torch.finfo(dtype).eps
 
 
+def relative_error(y_TH: Tensor, wanted_TH: Tensor, terms_T: Tensor) -> Tensor:
+    """error_T: max over H of |y - wanted|, divided by the size of the terms that were added (the oracle's `terms_T`).
+
+    A row without any expert has no terms and must be exactly zero: anything else is infinitely wrong, and so is NaN.
+    """
+    off_T = (y_TH.to(wanted_TH.dtype) - wanted_TH).abs().amax(dim=1)
+    error_T = torch.where(off_T == 0, 0.0, off_T / terms_T)
+    return error_T.nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
 def build_case(group: EPGroup, case: Case) -> MoELayer:
     """The case's layer on this rank. Collective."""
     if group.size != case.ranks:
@@ -117,8 +126,7 @@ def build_case(group: EPGroup, case: Case) -> MoELayer:
     weights = case.weights_of(placement.experts_of(group.rank)).to(group.device)
     if case.strided:
         weights = ExpertWeights(_with_spare_row(weights.w13_E2IH), _with_spare_row(weights.w2_EHI))
-    how: dict[str, Any] = {"check": case.check, "overflow": case.overflow, "lost": case.lost}
-    how |= case.options
+    how = dict[str, Any](check=case.check, overflow=case.overflow, lost=case.lost, **case.options)
     layer = build(case.stage, case.shape, weights, placement, group, C, **how)
     if case.gone:
         layer.mask_ranks(case.gone)
@@ -241,13 +249,9 @@ def worst_row(
     )
     x_TH, got_TH = case.tokens_of(call, rank)[chosen], y_TH.cpu().double()[chosen]
     answer = oracle(x_TH, ids_TK, weights_TK, everything, torch.float64)
-    off_TH = torch.nan_to_num((got_TH - answer.y_TH).abs(), nan=float("inf"))
-    # a token without experts has no terms: any difference at all is infinitely wrong
-    error_T = torch.nan_to_num(
-        off_TH.max(dim=1).values / answer.terms_T, nan=0.0, posinf=float("inf")
-    )
+    error_T = relative_error(got_TH, answer.y_TH, answer.terms_T)
     t = int(error_T.argmax())
-    h = int(off_TH[t].argmax())
+    h = int((got_TH[t] - answer.y_TH[t]).abs().argmax())  # NaN counts as the largest
     return Row(
         rank=rank,
         call=call,

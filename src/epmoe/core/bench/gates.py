@@ -23,7 +23,7 @@ from epmoe.core.bench.subjects import Setting
 from epmoe.core.bench.workload import Tokens, layer_weights
 from epmoe.core.errors import EpmoeError
 from epmoe.core.loopback import local_share
-from epmoe.core.verify import differ, tolerance
+from epmoe.core.verify import chosen_rows, differ, relative_error, tolerance
 from epmoe.core.weights import ExpertWeights
 from epmoe.reference.oracle import Answer, oracle
 
@@ -43,12 +43,6 @@ class Expected:
     terms_S: Tensor
 
 
-def sample_rows(tokens: int, limit: int, device: torch.device) -> Tensor:
-    """At most `limit` rows, evenly spread, first and last among them."""
-    chosen = torch.linspace(0, tokens - 1, min(tokens, limit)).round().long().unique()
-    return chosen.to(device)
-
-
 def expectations(setting: Setting, seed: int, limit: int) -> list[list[Expected]]:
     """[draw][layer]: the oracle's answer for the sampled rows, computed on the device.
 
@@ -57,7 +51,7 @@ def expectations(setting: Setting, seed: int, limit: int) -> list[list[Expected]
         seed: of the weights; those of other ranks' experts are drawn again, one token at a time.
         limit: rows per layer and draw.
     """
-    rows_S = sample_rows(setting.tokens, limit, setting.device)
+    rows_S = chosen_rows(setting.tokens, limit).to(setting.device)
     return [
         [_expected(setting, seed, draw, layer, rows_S) for layer in range(len(setting.weights))]
         for draw in range(len(setting.draws))
@@ -160,10 +154,7 @@ def _against_oracle(
 ) -> float:
     worst = 0.0
     for layer, (y_TH, wanted) in enumerate(zip(outputs, expected, strict=True)):
-        off_S = (y_TH[wanted.rows_S].float() - wanted.y_SH).abs().amax(dim=1)
-        # a row without terms must be exactly zero: 0 / 0 is right, anything / 0 is infinitely wrong
-        error_S = torch.where(off_S == 0, 0.0, off_S / wanted.terms_S)
-        error_S = torch.nan_to_num(error_S, nan=float("inf"))
+        error_S = relative_error(y_TH[wanted.rows_S], wanted.y_SH, wanted.terms_S)
         error, place = error_S.max(dim=0)
         if float(error) > tolerance(dtype):
             row = int(wanted.rows_S[place])

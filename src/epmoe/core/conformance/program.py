@@ -20,7 +20,16 @@ from epmoe.core.errors import EpmoeError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import MoELayer, build
 from epmoe.core.routing import Router, RouterConfig, route
-from epmoe.core.verify import Row, bring, build_case, call_once, chosen_rows, differ, worst_row
+from epmoe.core.verify import (
+    Row,
+    bring,
+    build_case,
+    call_once,
+    chosen_rows,
+    differ,
+    relative_error,
+    worst_row,
+)
 from epmoe.core.weights import ExpertWeights, random_weights
 from epmoe.reference.oracle import oracle
 
@@ -69,16 +78,18 @@ def neighbours(group: EPGroup, case: Case, other: str) -> float:
     """Call 0 of the case by its stage and by `other`: the largest difference of a row, relative to its terms."""
     ids_TK, weights_TK = case.routing(0, group.rank)
     chosen = chosen_rows(len(ids_TK), case.rows)
-    outputs = []
-    for stage in (case.stage, other):
+
+    def output(stage: str) -> Tensor:
         layer = build_case(group, replace(case, stage=stage))
-        outputs.append(layer(*bring(group, case, 0)).cpu().double()[chosen])
+        y_TH = layer(*bring(group, case, 0)).cpu().double()
         layer.close()
+        return y_TH[chosen]
+
+    own_TH, other_TH = output(case.stage), output(other)
     everything = case.weights_of(range(case.shape.experts)).to(torch.float64)
     x_TH = case.tokens_of(0, group.rank)[chosen]
     terms_T = oracle(x_TH, ids_TK[chosen], weights_TK[chosen], everything, torch.float64).terms_T
-    apart_TH = torch.nan_to_num((outputs[0] - outputs[1]).abs(), nan=float("inf"))
-    return max((apart_TH.amax(dim=1) / terms_T).tolist(), default=0.0)
+    return max(relative_error(own_TH, other_TH, terms_T).tolist(), default=0.0)
 
 
 def alternating_sum(group: EPGroup, case: Case) -> float:

@@ -20,7 +20,7 @@ from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import build
 from epmoe.core.placement import contiguous
-from epmoe.core.verify import tolerance
+from epmoe.core.verify import relative_error, tolerance
 from epmoe.reference.oracle import oracle
 
 TEXT = '''\
@@ -134,15 +134,14 @@ def measure(
     with ledger.record() as book:
         y_TH = moe(x_TH, ids_TK, weights_TK, max_tokens=max(shares))
     answer = oracle(x_TH, ids_TK, weights_TK, everything.experts)
-    error_T = (y_TH.float() - answer.y_TH).abs().amax(dim=1) / answer.terms_T
+    error_T = relative_error(y_TH, answer.y_TH, answer.terms_T)
     visits_E = torch.bincount(ids_TK.flatten(), minlength=info.shape.experts).tolist()
     needed_E = [sum(n) for n in zip(*group.all_gather_objects(visits_E), strict=True)]
     row = StageRow(
         stage=registry.resolve(stage),
         rank=group.rank,
         tokens=len(x_TH),
-        # NaN would compare as right: make it infinitely wrong
-        error=float(torch.nan_to_num(error_T, nan=float("inf")).max()) if len(x_TH) else 0.0,
+        error=max(error_T.tolist(), default=0.0),
         tolerance=tolerance(dtype),
         ledger=book.summary(),
         rows_needed=sum(needed_E[e] for e in placement.experts_of(group.rank)),
