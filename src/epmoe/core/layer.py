@@ -32,13 +32,13 @@ from epmoe.core.checks import (
 from epmoe.core.errors import InputError, NotCapturableError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer_spec import LayerSpec
-from epmoe.core.numerics import dtype_name
 from epmoe.core.phases import phase, phased
 from epmoe.core.placement import Placement
 from epmoe.core.rounds import plan_rounds
 from epmoe.core.routing import route
 from epmoe.core.routing_stats import RoutingCounter
 from epmoe.core.shape import MoEShape
+from epmoe.core.values import dtype_name
 from epmoe.core.weights import ExpertWeights
 
 
@@ -125,8 +125,8 @@ class MoELayer(ABC):
         return self(x_TH, ids_TK, weights_TK, max_tokens=max_tokens)
 
     @property
-    def has_router(self) -> bool:
-        """Whether `from_logits` routes by itself, faster than `route` and a call."""
+    def fuses_router(self) -> bool:
+        """Whether `from_logits` routes inside the layer's own exchange, where one round will do."""
         return False
 
     @abstractmethod

@@ -23,10 +23,10 @@ from epmoe.core.contract import DeliveryCheck
 from epmoe.core.errors import ContractError
 from epmoe.core.layer import MoELayer
 from epmoe.core.layer_spec import LayerSpec
-from epmoe.core.numerics import is_whole
 from epmoe.core.parts import ExchangePart, ExpertsPart
 from epmoe.core.phases import phase
 from epmoe.core.routing import for_kernels
+from epmoe.core.values import is_whole
 from epmoe.core.workspace import of_options
 
 
@@ -150,10 +150,7 @@ class SplitLayer(MoELayer, Generic[State]):
     ) -> Tensor:
         """As in `MoELayer`; an exchange that routes by itself does it on the way out, where one round will do."""
         exchange, spec = self.exchange, self.spec
-        fused = isinstance(exchange, RoutingExchange) and exchange.routes
-        # with either of the two, somebody looks at ids or weights between router and exchange
-        fused = fused and not spec.check and spec.lost == "drop"
-        if not fused or not self._one_round(x_TH, max_tokens):
+        if not self.fuses_router or not self._one_round(x_TH, max_tokens):
             return super().from_logits(x_TH, logits_TE, bias_E, max_tokens=max_tokens)
         assert isinstance(exchange, RoutingExchange)
         self._raise(problem_with_logits(spec, x_TH, logits_TE, bias_E), {})
@@ -174,8 +171,11 @@ class SplitLayer(MoELayer, Generic[State]):
             return self._compute_and_combine(*sent, capacity)
 
     @property
-    def has_router(self) -> bool:
-        return isinstance(self.exchange, RoutingExchange)
+    def fuses_router(self) -> bool:
+        exchange, spec = self.exchange, self.spec
+        # in checked mode and with other rules for lost experts, somebody looks at ids or weights before the exchange
+        unseen = not spec.check and spec.lost == "drop"
+        return unseen and isinstance(exchange, RoutingExchange) and exchange.routes
 
     def describe(self) -> dict[str, object]:
         """Adds the parts, what they chose, and the bytes of all buffers."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epmoe.core import registry
 from epmoe.core.bench.peers import DrawLoopback, LoopbackPeers, NoPeers, Peers, RankPeers
-from epmoe.core.bench.routers import Router
+from epmoe.core.bench.routers import FUSED, UNFUSED, Router
 from epmoe.core.bench.workload import Draw
 from epmoe.core.capabilities import Capabilities, Spec
 from epmoe.core.errors import InputError, UnsupportedError
@@ -26,6 +26,7 @@ from epmoe.core.layer import MoELayer, build
 from epmoe.core.numerics import swiglu
 from epmoe.core.placement import Placement
 from epmoe.core.shape import MoEShape
+from epmoe.core.split import RoutingExchange, SplitLayer
 from epmoe.core.weights import ExpertWeights
 
 
@@ -123,7 +124,7 @@ class StageSubject(Subject):
         ]
         can = self.layers[0].capabilities
         self.graph, self.deterministic = can.graph_capturable, can.deterministic
-        self.fuses_router = self.layers[0].has_router
+        self.router_name = _own_router(self.layers[0])
         if isinstance(group, DrawLoopback):
             self._record(group)
 
@@ -139,17 +140,29 @@ class StageSubject(Subject):
             self.group.use(draw)
         x_TH, logits_TE, bias_E = self._own(draw)
         one, tokens = self.layers[layer], self.setting.tokens
-        if self.fuses_router:
+        if self.router_name is not None:
             return one.from_logits(x_TH, logits_TE, bias_E, max_tokens=tokens)
         return one(x_TH, *self.setting.router(logits_TE, bias_E), max_tokens=tokens)
 
     def describe(self) -> dict[str, object]:
-        router = "the layer's own" if self.fuses_router else self.setting.router_name
+        router = self.router_name or self.setting.router_name
         return {**self.layers[0].describe(), "router": router}
 
     def close(self) -> None:
         for layer in self.layers:
             layer.close()
+
+
+def _own_router(layer: MoELayer) -> str | None:
+    """How a layer that is given logits routes them; None for one that is given ids, by the common router.
+
+    A layer whose fused router an ablation has switched off is given logits too: what it then does is what the ablation
+    measures.
+    """
+    if layer.fuses_router:
+        return FUSED
+    could = isinstance(layer, SplitLayer) and isinstance(layer.exchange, RoutingExchange)
+    return UNFUSED if could else None
 
 
 class GatheredSubject(Subject):
