@@ -5,14 +5,14 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from epmoe.core import ledger
 from epmoe.core.errors import UnsupportedError
 
 # Ranks of one host meet here: a host name that resolves to another interface would otherwise cost minutes.
@@ -50,13 +50,6 @@ def all_to_all(
     if group is None:
         return _copy(out, x)
     dist.all_to_all_single(_movable(out), _movable(x), receives, sends, group=group)
-
-
-@contextmanager
-def off_the_books() -> Iterator[None]:
-    """Hide torch operators from the ledger's modes: host values cost no launch and no device read."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
 
 
 def resolve_device(device: torch.device | str) -> torch.device:
@@ -125,7 +118,7 @@ def rendezvous(where: str, rank: int, size: int, limit: timedelta) -> Any:
 
 
 def _copy(out: torch.Tensor, x: torch.Tensor) -> None:
-    with off_the_books():  # stands for a transfer, which is in the ledger already
+    with ledger.paused():  # stands for a transfer, which is in the ledger already
         out.copy_(x)
 
 
