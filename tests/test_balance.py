@@ -96,9 +96,9 @@ def test_nothing_counted_gains_nothing():
     ("arguments", "message"),
     [
         (([], 2), "counts are empty"),
-        (([1, -1], 2), "count of expert 1 is -1"),
-        (([1, 0.5], 2), "count of expert 1 is 0.5"),
-        (([1, True], 2), "count of expert 1 is True"),
+        (([1, -1], 2), r"counts\[1\]=-1: give a whole number"),
+        (([1, 0.5], 2), r"counts\[1\]=0.5: give a whole number"),
+        (([1, True], 2), r"counts\[1\]=True: give a whole number"),
         (([1, 2], 0), "ranks=0"),
         (([1, 2], 2, -1), "redundant=-1"),
         (([1, 2, 3], 2, 2), "redundant=2: .* give 0 to 1 for 3 experts on 2 ranks"),

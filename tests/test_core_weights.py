@@ -82,6 +82,10 @@ def test_an_unknown_draw_lists_the_known():
         ({"hidden": 0}, "hidden=0"),
         ({"hidden": 2.5}, "hidden=2.5"),
         ({"shared_intermediate": -1}, "shared_intermediate=-1"),
+        ({"shared_intermediate": 1.5}, "shared_intermediate=1.5"),
+        ({"shared_intermediate": None}, "shared_intermediate=None"),
+        ({"hidden": True}, "hidden=True"),
+        ({"layers": 2.0}, "layers=2.0"),
     ],
 )
 def test_5B_bad_shapes_are_named(change, message):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from epmoe.core.plan import (
 from epmoe.core.plan.gpus import GPUS, custom_gpu, named_gpu
 from epmoe.core.shape import MoEShape, named_shape
 
+HALF: Any = 0.5  # of what has to be whole
 TOY = named_shape("toy")  # H 4, I 2, E 4, K 2
 GLM = named_shape("glm-5.3-flash")  # H 4096, I 2048, E 288, K 8
 # two ranks with two tokens each; experts 0 and 1 live on rank 0
@@ -222,10 +224,14 @@ BAD_CALLS = {
     "unknown dtype": (lambda: plan(TOY, 2, 1, SLOW, dtype="int3"), "int3"),
     "no 8-bit peak": (lambda: plan(TOY, 2, 1, SLOW, dtype="float8"), "float8"),
     "no ranks": (lambda: plan(TOY, 0, 1, SLOW), "ep=0"),
+    "half a rank": (lambda: plan(TOY, HALF, 1, SLOW), "ep=0.5"),
     "negative tokens": (lambda: plan(TOY, 2, -1, SLOW), "-1"),
+    "half a token": (lambda: plan(TOY, 2, HALF, SLOW), "tokens[0]=0.5"),
+    "True tokens": (lambda: plan(TOY, 2, (1, True), SLOW), "tokens[1]=True"),
     "tokens of too few ranks": (lambda: plan(TOY, 3, (1, 2), SLOW), "ep=3"),
     "placement of another EP": (lambda: plan(TOY, 2, 1, SLOW, placement=contiguous(4, 3)), "ep=2"),
     "capacity below T": (lambda: plan(TOY, 2, 5, SLOW, capacity=4), "capacity=4"),
+    "half of a capacity": (lambda: plan(TOY, 2, 5, SLOW, capacity=HALF), "capacity=0.5"),
     "id too large": (lambda: active_experts(torch.tensor([[4]]), contiguous(4, 2)), "hold 4"),
     "id below -1": (lambda: active_experts(torch.tensor([[-2]]), contiguous(4, 2)), "hold -2"),
     "ids in float": (lambda: active_experts(torch.ones(1, 1), contiguous(4, 2)), "float32"),
@@ -242,6 +248,7 @@ BAD_CALLS = {
         "active_experts=nan",
     ),
     "no bandwidth": (lambda: custom_gpu(0, 1, 1), "memory_bandwidth=0"),
+    "half a multiprocessor": (lambda: custom_gpu(1, 1, 1, sm_count=HALF), "sm_count=0.5"),
     "measured by nobody": (lambda: custom_gpu(1, 1, 1, measured_bandwidth=1), "measured_source"),
     "not a plan": (lambda: Plan.from_json("{}"), "no plan"),
     "not JSON": (lambda: Plan.from_json("nonsense"), "no plan"),

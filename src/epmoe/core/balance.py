@@ -19,10 +19,10 @@ from fractions import Fraction
 from itertools import accumulate
 
 from epmoe.core.errors import InputError
-from epmoe.core.numerics import is_whole
 from epmoe.core.placement import Placement, contiguous, replicated, serving
+from epmoe.core.values import check_whole
 
-_COUNT_LIMIT = 2**63  # what an int64 counter holds, and far below the largest float
+_MOST_COUNTED = 2**63 - 1  # what an int64 counter holds, and far below the largest float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,17 +139,9 @@ def _loads(placement: Placement, counts: Sequence[int]) -> list[Fraction]:
     return [Fraction(load, placement.ranks) for load in loads]
 
 
-def _short(count: object) -> str:
-    words = repr(count)
-    return words if len(words) <= 30 else f"{words[:10]}... ({len(words)} characters)"
-
-
 def _checked_counts(counts: Sequence[int]) -> tuple[int, ...]:
     if not counts:
         raise InputError("counts are empty: give how many assignments name each expert")
     for expert, count in enumerate(counts):
-        if not is_whole(count) or not 0 <= count < _COUNT_LIMIT:
-            raise InputError(
-                f"the count of expert {expert} is {_short(count)}: give whole numbers from 0 to 2**63 - 1"
-            )
+        check_whole(f"counts[{expert}]", count, 0, _MOST_COUNTED)
     return tuple(counts)

@@ -8,8 +8,8 @@ import torch
 
 from epmoe.core.errors import InputError
 from epmoe.core.memory import LayerSize, in_words
-from epmoe.core.numerics import is_whole
 from epmoe.core.shape import MoEShape
+from epmoe.core.values import is_whole
 
 FLAGS = ("graph_capturable", "deterministic", "batch_invariant", "maskable")
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from epmoe.core import choosing, registry
 from epmoe.core.errors import CapacityError, InputError, UnsupportedError
-from epmoe.core.numerics import is_whole
 from epmoe.core.placement import check_gone
+from epmoe.core.values import is_whole
 from epmoe.core.weights import ExpertWeights
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from epmoe.core import own_file
 from epmoe.core.capabilities import Spec
 from epmoe.core.errors import InputError
-from epmoe.core.numerics import dtype_name, is_whole
+from epmoe.core.values import dtype_name, is_whole
 
 LEAST_EFFECT = 0.02  # of a time: less is a tie, for a claim of `epmoe bench` and for a choice
 OCTAVES = 1.0  # a comparison speaks for half to twice its tokens

@@ -1,15 +1,10 @@
 """Small pieces of arithmetic whose rounding is part of the contract."""
 
 from collections.abc import Sequence
-from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from epmoe.core.errors import InputError
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -38,23 +33,3 @@ def sum_in_order(terms: Sequence[Tensor]) -> Tensor:
     for term in terms[1:]:
         total += term
     return total
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Whether it is an int, which True is not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """bfloat16, float32, ...: what `named_dtype` takes."""
-    return str(dtype).removeprefix("torch.")
-
-
-def named_dtype(name: str, device: str) -> torch.dtype:
-    """The dtype of that name; "auto" is bfloat16 on cuda, and float32 on a CPU, where Triton's interpreter has no sound
-    bfloat16. Raises InputError for others."""
-    if name == "auto":
-        name = "bfloat16" if device == "cuda" else "float32"
-    if name not in _DTYPES:
-        raise InputError(f"dtype={name!r}: choose auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]

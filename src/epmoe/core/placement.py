@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from epmoe.core.errors import InputError
-from epmoe.core.numerics import is_whole
 from epmoe.core.reading import parse_json, read_text
+from epmoe.core.values import is_whole
 
 KINDS = ("contiguous", "round_robin", "explicit", "replicated")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from epmoe.core.errors import InputError
 from epmoe.core.routing import RouterConfig
+from epmoe.core.values import check_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +35,11 @@ class MoEShape:
 
     def __post_init__(self):
         for field_name in ("hidden", "intermediate", "experts", "topk", "layers"):
-            value = getattr(self, field_name)
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{field_name}={value!r}: must be a whole number of at least 1")
+            check_whole(field_name, getattr(self, field_name), 1)
+        check_whole("shared_intermediate", self.shared_intermediate, 0)  # 0 for no shared expert
         if self.topk > self.experts:
             raise InputError(
                 f"topk={self.topk} is more than experts={self.experts}: a token cannot name more experts than exist"
-            )
-        if self.shared_intermediate < 0:
-            raise InputError(
-                f"shared_intermediate={self.shared_intermediate}: use 0 for no shared expert"
             )
         self.router.check(self.experts, self.topk)
 

@@ -26,9 +26,9 @@ from epmoe.core.bench.workload import (
 )
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
-from epmoe.core.numerics import dtype_name, named_dtype
 from epmoe.core.placement import parse_placement
 from epmoe.core.shape import named_shape
+from epmoe.core.values import dtype_name, named_dtype
 
 _MEMORY_SHARE = 0.6  # of the device for weights: the rest is for buffers, graphs and libraries
 

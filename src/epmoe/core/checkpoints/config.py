@@ -6,9 +6,9 @@ from typing import Any
 
 from epmoe.core.checkpoints.families import Family, family_of
 from epmoe.core.errors import InputError
-from epmoe.core.numerics import is_whole
 from epmoe.core.reading import read_json
 from epmoe.core.shape import MoEShape
+from epmoe.core.values import is_whole
 
 MOST_LAYERS = 10_000
 

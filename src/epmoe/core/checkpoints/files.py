@@ -10,11 +10,17 @@ from torch import Tensor
 
 from epmoe.core.errors import InputError
 from epmoe.core.reading import read_json
+from epmoe.core.values import DTYPES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # what safetensors headers call the dtypes that hold plain weights; all others are packed or quantised
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {
+    "F64": DTYPES["float64"],
+    "F32": DTYPES["float32"],
+    "F16": DTYPES["float16"],
+    "BF16": DTYPES["bfloat16"],
+}
 
 
 class TensorFiles:
@@ -46,12 +52,12 @@ class TensorFiles:
     def dtype(self, name: str) -> torch.dtype:
         """The dtype a tensor is stored in; InputError for a quantised one."""
         stored = self._slice(name).get_dtype()
-        if stored not in DTYPES:
+        if stored not in PLAIN:
             raise InputError(
-                f"tensor {name} is stored as {stored}, a quantised format: only {', '.join(DTYPES)} are read, "
+                f"tensor {name} is stored as {stored}, a quantised format: only {', '.join(PLAIN)} are read, "
                 "so give a checkpoint that is not quantised"
             )
-        return DTYPES[stored]
+        return PLAIN[stored]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name` as stored, on the CPU; InputError if missing, quantised, or not of `shape`."""

@@ -12,10 +12,10 @@ from epmoe.core.cases import Case
 from epmoe.core.draws import KINDS
 from epmoe.core.errors import InputError
 from epmoe.core.launch import open_ranks
-from epmoe.core.numerics import named_dtype
 from epmoe.core.placement import parse_placement
 from epmoe.core.plan.render import parse_tokens
 from epmoe.core.shape import named_shape
+from epmoe.core.values import named_dtype
 from epmoe.core.verify import CaseReport, run_case
 
 

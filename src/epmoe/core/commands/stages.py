@@ -17,11 +17,11 @@ from epmoe.core.capabilities import Spec
 from epmoe.core.errors import EpmoeError, InputError, UnsupportedError
 from epmoe.core.measured import Comparison
 from epmoe.core.memory import parse_bytes
-from epmoe.core.numerics import named_dtype
 from epmoe.core.own_file import device_name
 from epmoe.core.placement import KINDS
 from epmoe.core.registry import Stage
 from epmoe.core.shape import named_shape
+from epmoe.core.values import named_dtype
 
 SHOWN = ("graph_capturable", "deterministic", "batch_invariant")
 TRANSPORTS = ("single", "gloo", "nccl", "loopback")

@@ -11,9 +11,9 @@ from rich.table import Table
 from epmoe.core import own_file, tune
 from epmoe.core.commands.terminal import check_files
 from epmoe.core.errors import InputError
-from epmoe.core.numerics import named_dtype
 from epmoe.core.plan.render import parse_tokens
 from epmoe.core.shape import named_shape
+from epmoe.core.values import named_dtype
 
 
 def guide(

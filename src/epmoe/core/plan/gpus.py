@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from epmoe.core.errors import InputError
+from epmoe.core.values import check_whole
 
 
 def _check_positive(gpu: str, field_name: str, value: float) -> None:
@@ -54,6 +55,8 @@ class Gpu:
         for field_name in ("measured_bandwidth", "fp8_flops"):
             if getattr(self, field_name) is not None:
                 _check_positive(self.name, field_name, getattr(self, field_name))
+        for field_name in ("sm_count", "shared_memory_per_block"):
+            check_whole(f"{self.name}: {field_name}", getattr(self, field_name), 1)
         if self.measured_bandwidth is not None and not self.measured_source:
             raise InputError(
                 f"{self.name}: measured_bandwidth={self.measured_bandwidth:g} has no measured_source: say what was run"
@@ -83,8 +86,6 @@ _POSITIVE = (
     "memory_bandwidth",
     "bf16_flops",
     "nvlink_bandwidth",
-    "sm_count",
-    "shared_memory_per_block",
     "memory",
 )
 

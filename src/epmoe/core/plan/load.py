@@ -29,6 +29,7 @@ from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement, contiguous
 from epmoe.core.routing_stats import count_draw
 from epmoe.core.shape import MoEShape
+from epmoe.core.values import check_whole
 
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -168,8 +169,7 @@ def drawn_load(
 
 def resolve_placement(shape: MoEShape, ep: int, placement: Placement | None) -> Placement:
     """The given placement, or the contiguous one; InputError where it does not fit the shape and the ranks."""
-    if not isinstance(ep, int) or ep < 1:
-        raise InputError(f"ep={ep!r}: must be a whole number of at least 1")
+    check_whole("ep", ep, 1)
     placement = placement or contiguous(shape.experts, ep)
     if placement.experts != shape.experts or placement.ranks != ep:
         raise InputError(
@@ -181,16 +181,13 @@ def resolve_placement(shape: MoEShape, ep: int, placement: Placement | None) -> 
 
 def resolve_tokens(ep: int, tokens: int | Sequence[int]) -> tuple[int, ...]:
     """T of every rank, from one number for all or one per rank; InputError for a negative or missing one."""
-    per_rank = (tokens,) * ep if isinstance(tokens, int) else tuple(tokens)
+    per_rank = tuple(tokens) if isinstance(tokens, Sequence) else (tokens,) * ep
     if len(per_rank) != ep:
         raise InputError(
             f"tokens={list(per_rank)} names {len(per_rank)} ranks: ep={ep} needs one number or {ep} of them"
         )
     for rank, count in enumerate(per_rank):
-        if not isinstance(count, int) or count < 0:
-            raise InputError(
-                f"tokens of rank {rank} are {count!r}: must be a whole number of at least 0"
-            )
+        check_whole(f"tokens[{rank}]", count, 0)
     return per_rank
 
 

@@ -25,13 +25,8 @@ from epmoe.core.errors import InputError
 from epmoe.core.packed_rows import RowLayout
 from epmoe.core.plan.load import Load, Matrix
 from epmoe.core.shape import MoEShape
+from epmoe.core.values import DTYPES, check_whole
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8": torch.float8_e4m3fn,
-}
 ID_BYTES = 4
 WEIGHT_BYTES = 4
 FLAG_BYTES = 4
@@ -90,7 +85,7 @@ def wire_bytes(
         scheme: all_gather, variable, dedup or fixed_capacity.
         shape: gives H and K.
         load: from `drawn_load` (exact) or `expected_load`.
-        dtype: of the hidden states on the way out (float32, bfloat16, float16, float8).
+        dtype: of the hidden states on the way out, by its name in `epmoe.core.values.DTYPES`.
         combine_dtype: of the rows on the way back.
         capacity: C of fixed_capacity; None for the longest rank's T.
 
@@ -100,7 +95,7 @@ def wire_bytes(
         raise InputError(f"no scheme is called {scheme!r}: choose one of {', '.join(SCHEMES)}")
     row_bytes, row = _dispatch_row(scheme, shape, dtype)
     back_bytes = shape.hidden * item_bytes(combine_dtype)
-    rows_SD = _without_diagonal(SCHEMES[scheme](load, _check_capacity(load, capacity)))
+    rows_SD = _without_diagonal(SCHEMES[scheme](load, _capacity(load, capacity)))
     needed_SD = _without_diagonal(load.hits_SD)
     sent = [sum(row_of_s) for row_of_s in rows_SD]
     received = [sum(column) for column in zip(*rows_SD, strict=True)]
@@ -164,12 +159,9 @@ def _without_diagonal(rows_SD: Matrix) -> Matrix:
     )
 
 
-def _check_capacity(load: Load, capacity: int | None) -> int:
+def _capacity(load: Load, capacity: int | None) -> int:
     longest = max(load.tokens)
     if capacity is None:
         return longest
-    if not isinstance(capacity, int) or capacity < longest:
-        raise InputError(
-            f"capacity={capacity!r} is below the {longest} tokens of the fullest rank: raise it to {longest}"
-        )
+    check_whole("capacity", capacity, longest)  # the tokens of the fullest rank have to fit
     return capacity

@@ -22,13 +22,13 @@ from epmoe.core.commands.terminal import (
 )
 from epmoe.core.errors import InputError
 from epmoe.core.launch import RankPool, open_ranks
-from epmoe.core.numerics import named_dtype
 from epmoe.core.placement import parse_placement
 from epmoe.core.ranks.torchrun import WorldRanks, speaks, under_torchrun, world_size
 from epmoe.core.shape import named_shape
 from epmoe.core.timeline import Report, Run, Text, record_rank, report_of
 from epmoe.core.timeline.events import chrome_trace
 from epmoe.core.tour import TEXT
+from epmoe.core.values import named_dtype
 
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer's mean, so that the text suffices
 

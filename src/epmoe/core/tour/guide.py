@@ -10,9 +10,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from epmoe.core.checkpoints import CheckpointInfo, hidden_states, inspect
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.launch import open_ranks
-from epmoe.core.numerics import dtype_name, named_dtype
 from epmoe.core.placement import contiguous
 from epmoe.core.tour import StageRow, TourReport, measure
+from epmoe.core.values import dtype_name, named_dtype
 
 
 def guide(

@@ -22,12 +22,12 @@ from torch import Tensor
 from epmoe.core.draws import draw
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.groups import EPGroup
-from epmoe.core.numerics import dtype_name
 from epmoe.core.own_file import device_name
 from epmoe.core.packed_rows import RowLayout
 from epmoe.core.placement import contiguous
 from epmoe.core.split import Rows
 from epmoe.core.tune import Request, Tuner
+from epmoe.core.values import dtype_name
 from epmoe.core.weights import ExpertWeights
 from epmoe.fused_triton import interpreter
 

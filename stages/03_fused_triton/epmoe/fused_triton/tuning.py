@@ -16,8 +16,8 @@ import torch
 
 from epmoe.core import own_file
 from epmoe.core.layer_spec import LayerSpec
-from epmoe.core.numerics import dtype_name
 from epmoe.core.own_file import device_name
+from epmoe.core.values import dtype_name
 from epmoe.fused_triton import kernels
 
 # Shared memory of a block that a kernel may ask for, by compute capability, in bytes (CUDA C++ Programming Guide,
