@@ -39,6 +39,7 @@ from epmoe.core.routing import route
 from epmoe.core.routing_stats import RoutingCounter
 from epmoe.core.shape import MoEShape
 from epmoe.core.values import dtype_name
+from epmoe.core.warming import warm_up
 from epmoe.core.weights import ExpertWeights
 
 
@@ -157,14 +158,15 @@ class MoELayer(ABC):
         self.spec.tables.mask(gone)
 
     def warmup(self) -> None:
-        """Run once with no tokens and once with C, so that nothing is compiled or allocated later. Collective."""
-        shape, device = self.spec.shape, self.spec.device
-        for tokens in (0, self.spec.max_tokens_per_rank):
-            x_TH = torch.zeros(tokens, shape.hidden, dtype=self.spec.dtype, device=device)
-            ids_TK = torch.arange(shape.topk, device=device, dtype=torch.int32).repeat(tokens, 1)
-            weights_TK = torch.ones(tokens, shape.topk, dtype=torch.float32, device=device)
-            self(x_TH, ids_TK, weights_TK)
-        self.spec.group.barrier()
+        """Run once at every one of `warmup_capacities`, so that nothing is compiled or allocated later. Collective.
+
+        From logits too, where `fuses_router`. `counter` does not see these tokens.
+        """
+        warm_up(self)
+
+    def warmup_capacities(self) -> tuple[int, ...]:
+        """The most tokens of any rank in calls that together use every kernel that a call of 0 to C tokens may use."""
+        return (1, self.spec.max_tokens_per_rank)
 
     def close(self) -> None:
         """Give back what the layer holds. Collective, explicit, may be called twice; the group stays open."""

@@ -100,6 +100,10 @@ class Experts(ABC):
     def __call__(self, rows: Rows) -> Tensor:
         """y_RH [R, H] contiguous, in the dtype that the exchange takes; zeros for a row without a slot."""
 
+    def warmup_capacities(self) -> tuple[int, ...]:
+        """Capacities from 1 to C whose calls use other kernels than those of 1 and C; `MoELayer.warmup` runs them."""
+        return ()
+
     def describe(self) -> dict[str, object]:
         """What they chose, for the layer's report."""
         return {}
@@ -173,9 +177,13 @@ class SplitLayer(MoELayer, Generic[State]):
     @property
     def fuses_router(self) -> bool:
         exchange, spec = self.exchange, self.spec
-        # in checked mode and with other rules for lost experts, somebody looks at ids or weights before the exchange
+        # checked mode and lost="renormalise" look at ids or weights between router and exchange
         unseen = not spec.check and spec.lost == "drop"
         return unseen and isinstance(exchange, RoutingExchange) and exchange.routes
+
+    def warmup_capacities(self) -> tuple[int, ...]:
+        """Adds those of the experts."""
+        return (*super().warmup_capacities(), *self.experts.warmup_capacities())
 
     def describe(self) -> dict[str, object]:
         """Adds the parts, what they chose, and the bytes of all buffers."""
