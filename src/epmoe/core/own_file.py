@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from epmoe.core.errors import InputError
-from epmoe.core.reading import parse_json, read_text
+from epmoe.core.reading import parse_json, read_text, write_whole
 
 VARIABLE = "EPMOE_TUNING"  # names the file, which is read besides those that ship with a stage
 TILES, TIMES = "entries", "stages"
@@ -62,7 +62,4 @@ def add(data: dict[str, Any], section: str, device: str, entry: dict[str, Any], 
     check_device(data, device, path)
     data["device"] = device
     data[section] = [one for one in data[section] if one["for"] != entry["for"]] + [entry]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(json.dumps(data, indent=1) + "\n")
-    fresh.replace(path)
+    write_whole(path, json.dumps(data, indent=1) + "\n")
