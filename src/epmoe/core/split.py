@@ -44,6 +44,14 @@ class Rows:
     slots_RJ: Tensor
     weights_RJ: Tensor
 
+    def clone(self) -> "Rows":
+        """A copy in memory of its own: what an exchange delivers may lie in buffers that the next call uses again."""
+        return Rows(
+            x_RH=self.x_RH.clone(),
+            slots_RJ=self.slots_RJ.clone(),
+            weights_RJ=self.weights_RJ.clone(),
+        )
+
 
 State = TypeVar("State")
 

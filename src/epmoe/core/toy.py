@@ -130,11 +130,7 @@ def call_toy(group: EPGroup, stage: str, toy: Toy = TOY) -> ToyCall:
     rows = None
     if isinstance(layer, SplitLayer):  # once more, stopped halfway: both halves are collective
         rows, state = layer.exchange.dispatch(x_TH, ids_TK, gates_TK, toy.capacity)
-        rows = Rows(
-            x_RH=rows.x_RH.clone(),
-            slots_RJ=rows.slots_RJ.clone(),
-            weights_RJ=rows.weights_RJ.clone(),
-        )
+        rows = rows.clone()  # before combine, which may write where they lie
         layer.exchange.combine(layer.experts(rows), state)
     layer.close()
     answer = oracle(toy.x_TH(rank), toy.ids_TK(rank), toy.gates_TK(rank), toy.weights())

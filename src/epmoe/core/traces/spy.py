@@ -71,11 +71,7 @@ def watch(layer: MoELayer) -> Iterator[Watched]:
 
     def compute(rows: Rows) -> Tensor:
         y_RH = experts(rows)
-        seen.rows = Rows(
-            x_RH=rows.x_RH.clone(),
-            slots_RJ=rows.slots_RJ.clone(),
-            weights_RJ=rows.weights_RJ.clone(),
-        )
+        seen.rows = rows.clone()
         seen.y_RH = y_RH.clone()
         return y_RH
 
