@@ -90,13 +90,14 @@ def test_a_capture_is_refused_from_logits_too(monkeypatch):
 
 
 def test_sizes_that_follow_the_routing_leave_nothing_behind():
-    """A list of tiles is kept for each size only where sizes are few; tiles are looked up for few sizes."""
+    """The list of tiles lies in one buffer whatever the size of a call; tiles are looked up for few sizes."""
     group = groups.single("cpu")
     case = Case(stage="variable_a2a+triton", shape=SMALL, tokens=tuple((t,) for t in range(9)))
     layer: Any = build_case(group, case)
+    kept = layer.workspace.nbytes
     for call in range(9):
         layer(*bring(group, case, call))
-    assert layer.experts._tiles == {}
+    assert layer.workspace.nbytes == kept
     assert set(layer.experts.tuning._found) == {1, 2, 4, 8}
 
 

@@ -8,9 +8,11 @@ import torch
 
 from epmoe.core import registry
 from epmoe.core.cases import Case
+from epmoe.core.conformance.growth_program import left_behind
 from epmoe.core.conformance.memory_program import held
 from epmoe.core.shape import MoEShape
 
+SMALL = MoEShape(hidden=64, intermediate=32, experts=4, topk=2)
 SLACK = 3  # the worst draw takes at least this part of what is said: an estimate that is never near is none
 
 
@@ -25,8 +27,8 @@ def test_memory_is_as_said(stage, run, dtype, ranks):
 
 def holds_what_it_says(run: Callable, stage: str, dtype: torch.dtype, ranks: int) -> None:
     """The check itself; `run` as the fixture of that name."""
-    shape, tokens = MoEShape(hidden=64, intermediate=32, experts=4, topk=2), 16
-    even = Case(stage=stage, shape=shape, tokens=((tokens,) * ranks,), dtype=dtype)
+    tokens = 16
+    even = Case(stage=stage, shape=SMALL, tokens=((tokens,) * ranks,), dtype=dtype)
     worst = replace(even, ids=[[[[0, 0]] * tokens] * ranks])
     taken = []
     for case in (even, worst):
@@ -35,3 +37,13 @@ def holds_what_it_says(run: Callable, stage: str, dtype: torch.dtype, ranks: int
             assert true.call <= said.call
             taken.append(true.call / said.call)
     assert max(taken) * SLACK >= 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_calls_of_every_size_leave_nothing_behind(stage, run, ranks):
+    """A batch may have any size, and serving meets them all: what is kept for one of them would add up."""
+    capacity = 9
+    tokens = tuple((t,) * ranks for t in range(1, capacity + 1))
+    case = Case(stage=stage, shape=SMALL, tokens=tokens, capacity=capacity, declared=True)
+    for left in run(left_behind, case):
+        assert left == [0] * capacity

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from epmoe.core import ledger
-from epmoe.core.ambient import building
 from epmoe.core.contract import Delivers
 from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.split import Experts, Rows
 from epmoe.core.weights import ExpertWeights
 from epmoe.core.workspace import Workspace
-from epmoe.fused_triton import fusions, kernels, twins
+from epmoe.fused_triton import fusions, kernels, twins, work_list
 from epmoe.fused_triton.kernels._launch import pdl_supported
 from epmoe.fused_triton.tuning import Choice, Tuning
 
@@ -37,9 +36,10 @@ class TritonExperts(Experts):
         self.pdl = "overlap" in self.fusions and pdl_supported(spec.device)
         self.exact = bool(spec.options.get("batch_invariant", False))
         self.tuning = Tuning.of(spec, self.exact)
-        self._tiles: dict[tuple[int, int], kernels.ExpertTiles] = {}
         self._most = spec.group.size * spec.max_tokens_per_rank * spec.shape.topk
-        self._intermediates(self._most)  # made now, outside of any graph capture
+        self._most_experts = max(spec.placement.counts())  # the same buffer on every rank
+        self._work_list(self._most, rows=16)  # buffers are made now, outside of any graph capture
+        self._intermediates(self._most)
 
     # --8<-- [start:experts]
     def __call__(self, rows: Rows) -> Tensor:
@@ -82,17 +82,12 @@ class TritonExperts(Experts):
         kernels.reduce_slots(rows.slots_RJ, f_NH, self.weights.experts, y_RH, pdl=self.pdl)
         return y_RH
 
-    def _work_list(self, slots: int, block_m: int) -> kernels.ExpertTiles:
-        """Made once per size, outside of graph captures: what is made inside would die with its graph."""
-        key, device = (slots, block_m), self.weights.device
-        if key in self._tiles:
-            return self._tiles[key]
-        with building():
-            made = kernels.make_tiles(slots, self.weights.experts, block_m, device)
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.static and not capturing:  # sizes that follow the routing would never end
-            self._tiles[key] = made
-        return made
+    def _work_list(self, slots: int, rows: int) -> kernels.ExpertTiles:
+        """For tiles of as many rows, at the front of the workspace's buffer."""
+        experts, device = self.weights.experts, self.weights.device
+        size = (work_list.words(self._most, self._most_experts),)
+        layout = work_list.Layout(self.workspace.buffer("tiles", size, torch.int32, device))
+        return kernels.make_tiles(slots, experts, rows, device, layout)
 
     def _intermediates(self, slots: int) -> tuple[Tensor, Tensor]:
         """h_NI activations and f_NH float32: the first rows of the workspace's buffers."""

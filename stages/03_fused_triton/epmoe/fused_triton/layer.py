@@ -18,7 +18,7 @@ from epmoe.core.parts import ExchangePart, ExpertsPart
 from epmoe.core.placement import KINDS
 from epmoe.core.split import Exchange, Experts
 from epmoe.core.workspace import OPTION, Workspace
-from epmoe.fused_triton import fusions, interpreter
+from epmoe.fused_triton import fusions, interpreter, work_list
 from epmoe.fused_triton.tuner import TUNER
 
 WITHOUT = {"without": "fusions to switch off, such as 'pack,merge': " + ", ".join(fusions.FUSIONS)}
@@ -45,11 +45,11 @@ def _exchange_memory(size: LayerSize) -> Memory:
 
 
 def _experts_memory(size: LayerSize, delivers: Delivers) -> Memory:
-    """Rows between the products, and their float32 results, are kept; a call adds the list of tiles and the sums."""
+    """Rows between the products, their float32 results and the list of tiles are kept; a call adds the sums."""
     H, I, N = size.shape.hidden, size.shape.intermediate, size.assignments
-    tiles = 16 * N + 32 * size.local_experts
+    tiles = 4 * work_list.words(N, size.local_experts)
     return Memory(
-        kept=N * (I * size.dtype.itemsize + 4 * H), call=tiles + 4 * size.rows(delivers.places) * H
+        kept=N * (I * size.dtype.itemsize + 4 * H) + tiles, call=4 * size.rows(delivers.places) * H
     )
 
 

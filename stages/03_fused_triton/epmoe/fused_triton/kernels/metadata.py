@@ -70,9 +70,9 @@ def _bins(local_experts: int) -> int:
 
 
 def make_tiles(
-    slots: int, local_experts: int, block_m: int, device: torch.device | str
+    slots: int, local_experts: int, block_m: int, device: torch.device | str, empty=torch.empty
 ) -> ExpertTiles:
-    """Allocate the work list for `slots` = R * K received slots."""
+    """The work list for `slots` = R * K received slots, allocated by `empty`, with the arguments of `torch.empty`."""
     need(
         slots <= _INT32_MAX,
         f"{slots} slots do not fit int32: lower the capacity below {_INT32_MAX} / K / EP",
@@ -80,7 +80,7 @@ def make_tiles(
     need(local_experts >= 0, f"local_experts={local_experts}: must not be negative")
 
     def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+        return empty(shape, dtype=torch.int32, device=device)
 
     blocks = -(-slots // _block(slots)) if slots > SMALL_SLOTS else 0
     return ExpertTiles(
