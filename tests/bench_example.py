@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from epmoe.core.bench.floors import floor_us
 from epmoe.core.bench.results import (
     DrawRecord,
     Measured,
@@ -54,16 +55,18 @@ def example(
             "router": "torch",
             "clock": "CUDA events",
             "floor_bytes_per_second": 4.4e12,
+            "floor_operations_per_second": 989e12,
         },
         ceiling={"read_bytes_per_second": 4.18e12, "copy_bytes_per_second": 4.27e12},
         clocks={"before": {"sm_mhz": "1980", "power_w": "100"}, "after": {}},
     )
     for t in tokens:
-        floors = [60.0 + t, 80.0 + t]
-        draws = [
-            DrawRecord(seed=d, active=[5 + d, 7], assignments=[8 * t, 9], floor_us=floors[d])
-            for d in range(2)
-        ]
+        draws = []
+        for d in range(2):
+            active, assignments = [5 + d, 7], [8 * t, 9]
+            floor = floor_us(result.setting, active, assignments)
+            draws.append(DrawRecord(seed=d, active=active, assignments=assignments, floor_us=floor))
+        floors = [draw.floor_us for draw in draws]
         subjects = {}
         for name, factor in (("02_fixed_capacity", 1.2 * speed), ("grouped_mm", 1.3)):
             samples = [factor * floors[b % 2] * (1 + 0.001 * b) for b in range(4)]

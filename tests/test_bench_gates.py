@@ -7,7 +7,7 @@ import torch
 
 from epmoe.core.bench.chains import Chain
 from epmoe.core.bench.gates import GateError, check_router, expectations
-from epmoe.core.bench.method import HostClock
+from epmoe.core.bench.method import HostClock, clock_for
 from epmoe.core.bench.point import Plan, draw_records, measure_point, replays_of
 from epmoe.core.bench.results import Result, validate
 from epmoe.core.bench.routers import make_router
@@ -201,8 +201,10 @@ def test_a_draw_without_work_for_the_rank_is_refused():
         shape="tiny", ep=2, loopback=True, tokens=(1,), routing=Routing(kind="one_rank"), draws=1
     )
     setting = with_draws(_base(single("cpu"), config), config, 1, 0, 1)
+    record = setting_record(setting, config, clock_for(setting.group))
+    result = Result(created="now", command="epmoe bench", machine={}, setting=record)
     with pytest.raises(InputError, match="play another rank"):
-        draw_records(setting, 1e12)
+        draw_records(setting, result)
 
 
 def test_replays_are_even():

@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 from tests.bench_example import changed, example, with_subject
 
-from epmoe.core.bench import plots, report
+from epmoe.core.bench import pages, report
+from epmoe.core.bench.floors import floor_us
 from epmoe.core.bench.results import (
+    Point,
     Ratio,
+    compared,
     load,
+    ratios_of,
+    timed_subjects,
     validate,
 )
 from epmoe.core.errors import InputError
@@ -31,7 +36,8 @@ def test_numbers_follow_from_the_samples():
     one = example().points[0].subjects["02_fixed_capacity"]
     assert one.over_floor[0] == pytest.approx(1.2 * 1.0015, rel=1e-3)
     assert one.over_ceiling[0] == pytest.approx(one.over_floor[0] * 4.18 / 4.4)
-    assert one.median_us == pytest.approx(1.2 * 71, rel=1e-2)
+    expert_us = 3 * 4096 * 2048 * 2 / 4.4e12 * 1e6
+    assert one.median_us == pytest.approx(1.2 * 5.5 * expert_us, rel=1e-2)  # 5 experts, then 6
     # loopback counts the played rank alone: 8 assignments of 6 H I operations
     assert one.tflops == pytest.approx(6 * 4096 * 2048 * 8 / one.median_us / 1e6)
 
@@ -44,6 +50,11 @@ def _shift(result):
 def _claim(result):
     point = result.points[0]
     result.points[0] = changed(point, ratios=[dataclasses.replace(point.ratios[0], claim="slower")])
+
+
+def _floor(result):
+    draws = [dataclasses.replace(d, floor_us=1.1 * d.floor_us) for d in result.points[0].draws]
+    result.points[0] = changed(result.points[0], draws=draws)
 
 
 def _timed_failure(result):
@@ -63,6 +74,7 @@ def _timed_failure(result):
         (lambda r: setattr(r, "command", ""), "command is empty"),
         (_shift, "median_us does not follow from the samples"),
         (_claim, "the file claims slower"),
+        (_floor, "floor does not follow from its active experts"),
         (_timed_failure, "has a time although it failed"),
         (lambda r: with_subject(r, gates={}), "no time without a passed gate"),
         (
@@ -207,8 +219,38 @@ def test_readme_needs_its_markers(clone):
 
 def test_a_ratio_reads_both_ways():
     stored = [Ratio(of="a", to="b", median=0.8, low=0.5, high=1.0, claim="no difference")]
-    assert plots.against(stored, "a") == {"b": (0.8, 0.5, 1.0)}
-    assert plots.against(stored, "b") == {"a": (1.25, 1.0, 2.0)}
+    point = Point(tokens=1, draws=[], subjects={}, ratios=stored)
+    assert compared(point, "a", "b") == stored[0]
+    turned = compared(point, "b", "a")
+    assert turned == Ratio(of="b", to="a", median=1.25, low=1.0, high=2.0, claim="no difference")
+    assert compared(point, "a", "c") is None
+
+
+def test_a_floor_is_the_longer_of_reading_and_arithmetic():
+    setting = example().setting
+    expert = 3 * 4096 * 2048  # parameters
+    reading, arithmetic = 9 * expert * 2 / 4.4e12, 2 * 9000 * expert / 989e12
+    assert floor_us(setting, [9, 50], [9, 900]) == pytest.approx(reading * 1e6)
+    assert floor_us(setting, [9, 50], [9000, 9]) == pytest.approx(arithmetic * 1e6)
+    assert arithmetic > reading
+    together = setting | {"loopback": False, "rank": None}  # then the slowest rank counts
+    assert floor_us(together, [9, 50], [9, 900]) == pytest.approx(reading * 1e6 * 50 / 9)
+    assert floor_us(setting, [9, 50], [9, 9], 2.2e12) == pytest.approx(2 * reading * 1e6)
+    no_peak = setting | {"floor_operations_per_second": None}
+    assert floor_us(no_peak, [9, 50], [9000, 9]) == pytest.approx(reading * 1e6)
+
+
+def test_a_page_says_which_subjects_had_another_router():
+    result, rows = example(tokens=(1,)), {}
+    for name, fusions in (("03", ["pack", "router"]), ("03:-router", ["pack"]), ("other", None)):
+        own = {"router": "the layer's own", "fusions": fusions} if fusions else {"router": "torch"}
+        rows[name] = dataclasses.replace(
+            result.points[0].subjects["02_fixed_capacity"], describe=own
+        )
+    point = changed(result.points[0], subjects=rows)
+    result.points[0] = changed(point, ratios=ratios_of(timed_subjects(point)))
+    page = pages.result_pages("r", result, "")["/r.md"]
+    assert "NOT the same router: 03 routed in a kernel of their own, 03:-router, other with" in page
 
 
 def test_committed_results_are_valid_and_say_where_they_come_from():

@@ -6,7 +6,7 @@ Both are made from committed results alone; a setting that nobody measured has n
 from collections.abc import Mapping, Sequence
 
 from epmoe.core.bench.profile import products_us
-from epmoe.core.bench.results import Point, Result
+from epmoe.core.bench.results import Result, compared
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 SPLIT_SIZES = (1, 8, 128)
@@ -36,12 +36,12 @@ def where(result: Result) -> str:
 
 
 def against_vllm(measured: Mapping[str, Result], ours: str) -> Table:
-    """Head and rows: time of stage `ours` over vLLM's, per T; bold where the interval excludes 1."""
+    """Head and rows: time of stage `ours` over vLLM's, per T; bold where a difference may be claimed."""
     rows = [
         [where(result), _NAMES[other], *(_ratio(result, ours, other, t) for t in SIZES)]
         for result in _decode(measured)
         for other in _OTHERS
-        if any(_found(point, ours, other) for point in result.points)
+        if any(compared(point, ours, other) for point in result.points)
     ]
     return ["on", "against", *(f"T={t}" for t in SIZES)], rows
 
@@ -70,23 +70,13 @@ def _decode(measured: Mapping[str, Result]) -> Sequence[Result]:
     return sorted(found, key=lambda one: (not one.setting["loopback"], one.setting["ep"]))
 
 
-def _found(point: Point, ours: str, other: str) -> tuple[float, float, float] | None:
-    """Median, low and high of time of `ours` / time of `other`."""
-    for ratio in point.ratios:
-        if (ratio.of, ratio.to) == (ours, other):
-            return ratio.median, ratio.low, ratio.high
-        if (ratio.of, ratio.to) == (other, ours):
-            return 1 / ratio.median, 1 / ratio.high, 1 / ratio.low
-    return None
-
-
 def _ratio(result: Result, ours: str, other: str, tokens: int) -> str:
     point = next((p for p in result.points if p.tokens == tokens), None)
-    found = _found(point, ours, other) if point else None
+    found = compared(point, ours, other) if point else None
     if found is None:
         return "-"
-    middle, low, high = found
-    return f"**{middle:.2f}**" if high < 1 or low > 1 else f"{middle:.2f}"
+    words = f"{found.median:.2f}"
+    return words if found.claim == "no difference" else f"**{words}**"
 
 
 def _parts(profile: Mapping[str, object]) -> list[str]:

@@ -34,6 +34,10 @@ class Estimate:
     low: float
     high: float
 
+    def values(self) -> list[float]:
+        """Median, low and high."""
+        return [self.median, self.low, self.high]
+
     @property
     def claim(self) -> str:
         """ "faster", "slower" or "no difference" for a ratio of times, by the rule above."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from epmoe.core.bench import plots, view
+from epmoe.core.bench.floors import operations_per_assignment
 from epmoe.core.bench.padding import PaddingRow
 from epmoe.core.bench.profile import products_us
 from epmoe.core.bench.results import Measured, Point, Result, timed_subjects
@@ -45,18 +46,22 @@ def _last_stage(names: Sequence[str]) -> str | None:
 
 def _unequal_routers(result: Result) -> list[str]:
     """A warning where the stages that route in a kernel of their own met others that route in torch operators."""
-    own = {
-        name
-        for point in result.points
-        for name, one in point.subjects.items()
-        if one.describe.get("router") == "the layer's own"
-    }
-    if not own or result.setting["router"] != "torch":
+    subjects = {n: one for p in result.points for n, one in p.subjects.items()}
+    own = [name for name, one in subjects.items() if _routes_itself(one)]
+    others = [name for name in subjects if name not in own]
+    if not own or not others or result.setting["router"] != "torch":
         return []
     return [
-        f"- NOT the same router: {', '.join(sorted(own))} routed in a kernel of their own, all others with torch "
-        "operators, so part of what separates them is the router"
+        f"- NOT the same router: {', '.join(own)} routed in a kernel of their own, {', '.join(others)} with "
+        "torch operators, so part of what separates them is the router"
     ]
+
+
+def _routes_itself(one: Measured) -> bool:
+    """Router and pack are one kernel: without either of them the layer routes in torch operators."""
+    fusions = one.describe.get("fusions")
+    whole = fusions is None or {"router", "pack"} <= set(fusions)
+    return whole and one.describe.get("router") == "the layer's own"
 
 
 def _provenance(result: Result) -> str:
@@ -98,10 +103,18 @@ def _times(result: Result, subjects: Sequence[str]) -> str:
         cells = [_time(point.subjects.get(name)) for name in subjects]
         active, least = view.active_words(point, result), view.mean_floor(point)
         lines.append(f"| {point.tokens} | {active} | {least:.1f} | " + " | ".join(cells) + " |")
-    nominal = result.setting["floor_bytes_per_second"] / 1e12
+    nominal, read = (
+        bandwidth / 1e12
+        for bandwidth in (
+            result.setting["floor_bytes_per_second"],
+            result.ceiling["read_bytes_per_second"],
+        )
+    )
     note = (
-        f"\nMicroseconds per layer, mean over draws; then time / floor at {nominal:.2f} TB/s [95% interval]; then "
-        "TFLOP/s of the expert products."
+        f"\nMicroseconds per layer, mean over draws; then time / floor [95% interval], divided draw by draw and then "
+        "averaged, so it is not the quotient of the two columns; then TFLOP/s of the expert products. The floor is the "
+        f"longer of reading the active experts at {nominal:.2f} TB/s and their arithmetic at the peak; at the "
+        f"{read:.2f} TB/s that this run read, time / floor of reading is {read / nominal:.2f} times as high."
     )
     return "\n".join([*lines, note, ""])
 
@@ -180,8 +193,7 @@ def _operations(point: Point, result: Result) -> float:
     """Of the expert products of one rank on draw 0, the mean where several ranks were looked at."""
     by_rank, played = point.draws[0].assignments, result.setting["rank"]
     rows = by_rank[played] if result.setting["loopback"] else sum(by_rank) / len(by_rank)
-    shape = result.setting["shape"]
-    return 6 * shape["hidden"] * shape["intermediate"] * rows
+    return operations_per_assignment(result.setting) * rows
 
 
 def _notes(result: Result) -> str:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from epmoe.core.bench.padding import PaddingRow
-from epmoe.core.bench.results import Ratio, Result, timed_subjects
+from epmoe.core.bench.results import Result, compared, timed_subjects
 from epmoe.core.bench.view import routing_words
 from epmoe.core.figures import BLUE, FAINT, INK, MUTED, NORMAL, ORANGE, PAPER, RED, SMALL, Picture
 
@@ -79,8 +79,10 @@ def ratio_plot(result: Result, ours: str) -> str:
     """Time of `ours` over every other subject's, with its 95% interval; below 1 it is faster."""
     lines: dict[str, list[tuple]] = {}
     for point in result.points:
-        for other, found in against(point.ratios, ours).items():
-            lines.setdefault(other, []).append((point.tokens, *found))
+        for other in timed_subjects(point):
+            if found := compared(point, ours, other):
+                row = (point.tokens, found.median, found.low, found.high)
+                lines.setdefault(other, []).append(row)
     figure, axes = _axes("tokens per rank", f"time of {ours} / time of other")
     axes.axhline(1.0, color=MUTED, lw=0.9)
     for name, look in looks(list(lines)).items():
@@ -92,14 +94,6 @@ def ratio_plot(result: Result, ours: str) -> str:
         f"{n}: " + ", ".join(f"{v:.3f} at T={t}" for t, v, *_ in line) for n, line in lines.items()
     )
     return with_digest(Picture(figure, f"{ours} over others. " + "; ".join(spoken)), [ours, lines])
-
-
-def against(ratios: Sequence[Ratio], ours: str) -> dict[str, tuple[float, float, float]]:
-    """other -> (median, low, high) of ours / other, whichever way round it was stored."""
-    found = {r.to: (r.median, r.low, r.high) for r in ratios if r.of == ours}
-    # medians and quantiles turn around with a monotone map, up to the rounding of an even count
-    found |= {r.of: (1 / r.median, 1 / r.high, 1 / r.low) for r in ratios if r.to == ours}
-    return found
 
 
 def padding_plot(rows: Sequence[PaddingRow], ep: int) -> str:

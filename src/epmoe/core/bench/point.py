@@ -11,6 +11,7 @@ import torch
 
 from epmoe.core.bench import vllm_subjects
 from epmoe.core.bench.chains import Chain
+from epmoe.core.bench.floors import floor_us, seen
 from epmoe.core.bench.gates import Expected, check_chain, check_router, expectations
 from epmoe.core.bench.method import Clock, Contestant, measure, slowest
 from epmoe.core.bench.profile import profile_chain
@@ -24,7 +25,7 @@ from epmoe.core.bench.results import (
     timed_subjects,
 )
 from epmoe.core.bench.subjects import Setting, Subject, make_subject
-from epmoe.core.bench.workload import TUNING_SEED, floor_us
+from epmoe.core.bench.workload import TUNING_SEED
 from epmoe.core.errors import InputError, UnsupportedError
 
 _EAGER_SHARE = 10  # an eager chain is not replayed but called: this many times less often
@@ -75,7 +76,7 @@ def measure_point(
     clock: Clock, setting: Setting, plan: Plan, result: Result
 ) -> tuple[Point, dict[str, object]]:
     """The point, and what was tuned for it. Collective."""
-    draws = draw_records(setting, result.setting["floor_bytes_per_second"])
+    draws = draw_records(setting, result)
     check_router(setting)
     expected = expectations(setting, plan.weight_seed, plan.rows)
     configs, tuned = _tuned_configs(clock, setting, plan)
@@ -104,13 +105,13 @@ def measure_point(
     return point, tuned
 
 
-def draw_records(setting: Setting, bandwidth: float) -> list[DrawRecord]:
+def draw_records(setting: Setting, result: Result) -> list[DrawRecord]:
     """What every draw asks, with the floor of the rank that is played, or of the slowest."""
     records = []
     for one in setting.draws:
         active = [int(n) for n in one.load.active]
-        counted = active[setting.rank] if setting.loopback else max(active)
-        if counted == 0:
+        assignments = [int(n) for n in one.load.assignments]
+        if max(seen(active, result.setting)) == 0:
             raise InputError(
                 f"draw {one.seed} names no expert of rank {setting.rank}, so it has no floor: play another rank"
             )
@@ -118,8 +119,8 @@ def draw_records(setting: Setting, bandwidth: float) -> list[DrawRecord]:
             DrawRecord(
                 seed=one.seed,
                 active=active,
-                assignments=[int(n) for n in one.load.assignments],
-                floor_us=floor_us(setting.shape, counted, setting.dtype, bandwidth),
+                assignments=assignments,
+                floor_us=floor_us(result.setting, active, assignments),
             )
         )
     return records

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from epmoe.core.bench.method import over_floor, ratio
+from epmoe.core.bench.floors import floor_us, operations_per_assignment, seen
+from epmoe.core.bench.method import Estimate, over_floor, ratio
 from epmoe.core.errors import InputError
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had floors of reading alone
 _MACHINE = ("git_sha", "git_dirty", "device", "driver", "torch", "triton", "nccl", "vllm")
 _SETTING = (
     "shape",
@@ -29,6 +30,7 @@ _SETTING = (
     "router",
     "clock",
     "floor_bytes_per_second",
+    "floor_operations_per_second",
 )
 _SIZES = ("hidden", "intermediate", "experts", "topk")
 _CLOSE = 1e-6
@@ -41,7 +43,7 @@ def _on_one_line(numbers: re.Match[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawRecord:
-    """One routing: its seed, active experts and assignments of every rank, and the floor of the slowest rank here."""
+    """One routing: its seed, active experts and assignments of every rank, and the floor: see `floors.floor_us`."""
 
     seed: int
     active: list[int]
@@ -58,7 +60,7 @@ class Measured:
         replays: chains per block.
         samples_us: microseconds per layer, one per block, slowest rank; block b worked on draw b % draws.
         median_us: the mean over draws of each draw's median.
-        over_floor: time / floor at the nominal bandwidth: median, low, high.
+        over_floor: time / floor at the nominal bandwidth, draw by draw, their mean: median, low, high.
         over_ceiling: the same at the bandwidth that this run streamed.
         tflops: of the expert products of one rank, 1e12 operations/s.
         gates: the worst oracle error and its limit.
@@ -194,6 +196,9 @@ def _problems_of(point: Point, result: Result) -> list[str]:
     problems = []
     if not point.draws or min(d.floor_us for d in point.draws) <= 0:
         return ["a draw has no floor above 0"]
+    floors = [floor_us(result.setting, d.active, d.assignments) for d in point.draws]
+    if not _equal([d.floor_us for d in point.draws], floors):
+        return ["a draw's floor does not follow from its active experts and assignments"]
     for name, one in point.subjects.items():
         problems += [f"{name}: {p}" for p in _problems_of_subject(one, point, result)]
     timed = timed_subjects(point)
@@ -249,30 +254,37 @@ def summarise(
     """What follows from one subject's samples: median_us, over_floor, over_ceiling, tflops."""
     floors = [d.floor_us for d in draws]
     median_us = over_floor(samples_us, [1.0] * len(draws)).median
-    nominal = result.setting["floor_bytes_per_second"]
-    scale = result.ceiling["read_bytes_per_second"] / nominal
-    floor = over_floor(samples_us, floors)
-    sizes: Mapping[str, int] = result.setting["shape"]
-    flop = 6.0 * sizes["hidden"] * sizes["intermediate"]
-    most = [max(_seen(d.assignments, result)) for d in draws]
+    setting, read = result.setting, result.ceiling["read_bytes_per_second"]
+    ceilings = [floor_us(setting, d.active, d.assignments, read) for d in draws]
+    most = [max(seen(d.assignments, setting)) for d in draws]
+    operations = operations_per_assignment(setting) * sum(most) / len(most)
     return {
         "median_us": median_us,
-        "over_floor": [floor.median, floor.low, floor.high],
-        "over_ceiling": [v * scale for v in (floor.median, floor.low, floor.high)],
-        "tflops": flop * sum(most) / len(most) / median_us / 1e6,
+        "over_floor": over_floor(samples_us, floors).values(),
+        "over_ceiling": over_floor(samples_us, ceilings).values(),
+        "tflops": operations / median_us / 1e6,
     }
-
-
-def _seen(per_rank: Sequence[int], result: Result) -> Sequence[int]:
-    """In loopback one rank alone is measured."""
-    rank = result.setting.get("rank")
-    return [per_rank[rank]] if result.setting["loopback"] and rank is not None else per_rank
 
 
 def ratios_of(timed: Mapping[str, Sequence[float]]) -> list[Ratio]:
     """Every pair of subjects, the earlier one over the later one."""
-    found = []
-    for of, to in itertools.combinations(timed, 2):
-        r = ratio(timed[of], timed[to])
-        found.append(Ratio(of=of, to=to, median=r.median, low=r.low, high=r.high, claim=r.claim))
-    return found
+    return [
+        _ratio(of, to, ratio(timed[of], timed[to])) for of, to in itertools.combinations(timed, 2)
+    ]
+
+
+def compared(point: Point, of: str, to: str) -> Ratio | None:
+    """Time of `of` over time of `to`, whichever way round it was stored; None where one has no time."""
+    for held in point.ratios:
+        if (held.of, held.to) == (of, to):
+            return held
+        if (held.of, held.to) == (to, of):
+            # medians and quantiles turn around with a monotone map, up to the rounding of an even count
+            return _ratio(of, to, Estimate(1 / held.median, 1 / held.high, 1 / held.low))
+    return None
+
+
+def _ratio(of: str, to: str, found: Estimate) -> Ratio:
+    return Ratio(
+        of=of, to=to, median=found.median, low=found.low, high=found.high, claim=found.claim
+    )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from epmoe.core.bench import floors, provenance
 from epmoe.core.bench import point as points
-from epmoe.core.bench import provenance
 from epmoe.core.bench.method import Clock, blocks_for, clock_for
 from epmoe.core.bench.results import Result
 from epmoe.core.bench.routers import make_router
@@ -21,7 +21,6 @@ from epmoe.core.bench.workload import (
     Routing,
     layer_weights,
     make_draw,
-    nominal_bandwidth,
     rank_weight_bytes,
 )
 from epmoe.core.errors import InputError
@@ -235,7 +234,7 @@ def setting_record(base: Setting, config: Config, clock: Clock) -> dict:
         "router": base.router_name,
         "clock": clock.kind,
         "floor_gpu": config.gpu,
-        "floor_bytes_per_second": nominal_bandwidth(config.gpu),
+        **floors.limits(config.gpu, dtype_name(base.dtype)),
     }
 
 

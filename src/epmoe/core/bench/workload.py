@@ -15,7 +15,6 @@ from torch import Tensor
 from epmoe.core.draws import draw
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement
-from epmoe.core.plan.gpus import named_gpu
 from epmoe.core.plan.load import Load, drawn_load
 from epmoe.core.routing import route
 from epmoe.core.shape import MoEShape
@@ -161,18 +160,3 @@ def layer_weights(
 def rank_weight_bytes(shape: MoEShape, placement: Placement, dtype: torch.dtype) -> int:
     """Bytes of one layer's experts on the fullest rank."""
     return max(placement.counts()) * shape.expert_parameters() * dtype.itemsize
-
-
-def floor_us(shape: MoEShape, active: float, dtype: torch.dtype, bytes_per_second: float) -> float:
-    """Microseconds to read `active` experts once: what times at decode are divided by."""
-    return active * shape.expert_parameters() * dtype.itemsize / bytes_per_second * 1e6
-
-
-def nominal_bandwidth(gpu: str) -> float:
-    """Bytes/s of the named GPU that floors are quoted at; see `epmoe.core.plan.gpus`."""
-    return named_gpu(gpu).streaming_bandwidth
-
-
-def flop(shape: MoEShape, load: Load, rank: int) -> float:
-    """Operations of the expert products of one rank: 6 H I for each of its assignments."""
-    return 2.0 * load.assignments[rank] * shape.expert_parameters()
