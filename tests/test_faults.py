@@ -11,7 +11,7 @@ import pytest
 from epmoe.core import groups, registry
 from epmoe.core.capabilities import Wishes
 from epmoe.core.cases import Case
-from epmoe.core.checks import problem_with_mask
+from epmoe.core.checks import ranks_to_mask
 from epmoe.core.errors import DisagreementError, InputError, RankFailedError
 from epmoe.core.faults import rebuild, regroup
 from epmoe.core.groups import EPGroup
@@ -174,6 +174,47 @@ def test_rebuilt_layers_keep_their_wishes():
 
 def test_no_masks_inside_a_capture():
     layer = build_case(LoopbackGroup(0, 2, "cpu"), Case(stage="02", shape=SHAPE, tokens=((1, 1),)))
-    problem = problem_with_mask(layer.spec, (1,), capturing=True)
-    assert "call it between replays" in str(problem)
-    assert problem_with_mask(layer.spec, (1,), capturing=False) is None
+    with pytest.raises(InputError, match="call it between replays"):
+        ranks_to_mask(layer.spec, (1,), capturing=True)
+    assert ranks_to_mask(layer.spec, (1,), capturing=False) == (1,)
+
+
+# ---- ranks from something that can be read once
+
+
+def test_a_generator_names_the_ranks_as_a_list_does():
+    """Whoever checks a generator leaves nothing of it for whoever uses it: the opposite of what was asked."""
+    case = Case(stage="02", shape=SHAPE, tokens=((1, 1, 1, 1),), placement=HOMES)
+    layer = build_case(LoopbackGroup(0, 4, "cpu"), case)
+    layer.mask_ranks(rank for rank in [2, 1, 2])
+    assert layer.spec.tables.gone == (1, 2)
+    layer.spec.tables.mask(iter([0]))
+    assert layer.spec.tables.gone == (0,)
+    placed = case.placed()
+    assert placed.without(iter([1])) == placed.without([1])
+    assert placed.owners_from(0, iter([1])) == placed.owners_from(0, [1])
+    assert placed.slots_from(0, iter([1])) == placed.slots_from(0, [1])
+    rebuilt = rebuild(layer, iter([1]), LoopbackGroup(0, 3, "cpu"))
+    assert rebuilt.spec.placement == placed.without([1])
+    assert rebuilt.spec.tables.gone == (0,)
+
+
+def test_a_generator_can_say_who_is_gone(tmp_path):
+    group = EPGroup(1, 3, groups.single().device, "gloo", owns_process_group=True)
+    with pytest.raises(InputError, match=r"said to be gone: \[0, 1\]"):
+        regroup(group, iter([1, 0]), tmp_path / "new")
+
+
+def test_a_layer_outlives_a_rebuild_that_is_refused():
+    layer = build_case(LoopbackGroup(0, 2, "cpu"), Case(stage="02", shape=SHAPE, tokens=((1, 1),)))
+    with pytest.raises(InputError, match="rank 2 cannot be gone"):
+        rebuild(layer, [2], LoopbackGroup(0, 1, "cpu"))
+    assert not layer.closed
+
+
+def test_a_closed_layer_is_not_masked():
+    layer = build_case(LoopbackGroup(0, 2, "cpu"), Case(stage="02", shape=SHAPE, tokens=((1, 1),)))
+    layer.close()
+    with pytest.raises(InputError, match="closed: build a new one"):
+        layer.mask_ranks([1])
+    assert layer.spec.tables.gone == ()

@@ -3,7 +3,7 @@
 Only `bad_id` reads a device value, so it runs in checked mode alone.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epmoe.core import choosing, registry
 from epmoe.core.errors import CapacityError, InputError, UnsupportedError
-from epmoe.core.placement import check_gone
+from epmoe.core.placement import gone_ranks
 from epmoe.core.values import is_whole
 from epmoe.core.weights import ExpertWeights
 
@@ -49,23 +49,15 @@ def check_spec(spec: "LayerSpec") -> None:
         _check_stage(spec)
 
 
-def problem_with_mask(
-    spec: "LayerSpec", gone: Collection[object], capturing: bool
-) -> InputError | None:
-    """Why the ranks `gone` cannot be masked on this layer, or None."""
+def ranks_to_mask(spec: "LayerSpec", gone: Iterable[int], capturing: bool) -> tuple[int, ...]:
+    """The ranks `gone`, ascending. Raises InputError where they cannot be masked on this layer."""
     if not registry.load(spec.stage).capabilities.maskable:
-        return UnsupportedError(
+        raise UnsupportedError(
             f"{spec.stage} is not maskable: build a layer on `placement.without(gone)`, or choose another stage"
         )
     if capturing:
-        return InputError("mask_ranks in a CUDA graph capture: call it between replays")
-    if not isinstance(gone, Iterable):
-        return InputError(f"gone={gone!r}: give the ranks as a collection, such as ({gone!r},)")
-    try:
-        check_gone(gone, spec.group.size)
-    except InputError as error:
-        return error
-    return None
+        raise InputError("mask_ranks in a CUDA graph capture: call it between replays")
+    return gone_ranks(gone, spec.group.size)
 
 
 def _check_stage(spec: "LayerSpec") -> None:

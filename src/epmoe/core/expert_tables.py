@@ -10,14 +10,14 @@ graph sees the change at its next replay.
 Legend: E experts, EP ranks, S source rank, T tokens, K experts per token.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from epmoe.core.numerics import sum_in_order
-from epmoe.core.placement import Placement, check_gone
+from epmoe.core.placement import Placement, gone_ranks
 
 
 class ExpertTables:
@@ -30,21 +30,21 @@ class ExpertTables:
     """
 
     def __init__(self, placement: Placement, rank: int, device: torch.device | str = "cpu"):
-        self.placement, self.rank, self.gone = placement, rank, ()
+        self.placement, self.rank = placement, rank
+        self.gone: tuple[int, ...] = ()
         size = (placement.ranks, placement.experts)
         self.owner_SE = torch.empty(size, dtype=torch.int32, device=device)
         self.slot_SE = torch.empty_like(self.owner_SE)
         self.owner_E, self.slot_E = self.owner_SE[0].clone(), self.slot_SE[0].clone()
         self.mask(())
 
-    def mask(self, gone: Collection[int]) -> None:
+    def mask(self, gone: Iterable[int]) -> None:
         """From now on the ranks `gone` hold nothing; () takes every rank back. In place, on the current stream.
 
         Raises:
             InputError: an unknown rank, or all of them.
         """
-        check_gone(gone, self.placement.ranks)
-        self.gone = tuple(sorted(set(gone)))
+        self.gone = gone_ranks(gone, self.placement.ranks)
         sources = range(self.placement.ranks)
         owners = [self.placement.owners_from(source, self.gone) for source in sources]
         slots = [self.placement.slots_from(source, self.gone) for source in sources]

@@ -17,7 +17,7 @@ For ranks that still live and shall hold no experts any more, `MoELayer.mask_ran
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from epmoe.core import groups
 from epmoe.core.errors import DisagreementError, InputError, RankFailedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import MoELayer, build
-from epmoe.core.placement import check_gone
+from epmoe.core.placement import gone_ranks
 from epmoe.core.ranks.rank_worker import is_consequence
 
 __all__ = ["is_consequence", "rebuild", "regroup"]
@@ -34,7 +34,7 @@ __all__ = ["is_consequence", "rebuild", "regroup"]
 
 def regroup(
     group: EPGroup,
-    gone: Collection[int],
+    gone: Iterable[int],
     rendezvous: str | os.PathLike,
     timeout: float = 120.0,
 ) -> EPGroup:
@@ -53,16 +53,16 @@ def regroup(
         DisagreementError: another survivor says that others have died.
         RankFailedError: they did not all come within `timeout`; the same group may be regrouped again.
     """
-    check_gone(gone, group.size)
+    gone = gone_ranks(gone, group.size)
     if group.rank in gone:
-        raise InputError(f"this is rank {group.rank}, which is said to be gone: {sorted(gone)}")
+        raise InputError(f"this is rank {group.rank}, which is said to be gone: {list(gone)}")
     if group.size > 1 and not group.owns_process_group:
         raise InputError(
             "this group was joined: let its maker make a new one, and use groups.join again"
         )
     left = [rank for rank in range(group.size) if rank not in gone]
     group.abandon()
-    number, who = left.index(group.rank), partial(_claim, group.rank, left, sorted(gone), timeout)
+    number, who = left.index(group.rank), partial(_claim, group.rank, left, list(gone), timeout)
     try:
         return groups.init(number, len(left), group.device, rendezvous, timeout, first=who)
     except RuntimeError as error:
@@ -89,7 +89,7 @@ def _claim(rank: int, left: list[int], gone: list[int], timeout: float, store: A
             )
 
 
-def rebuild(layer: MoELayer, gone: Collection[int], group: EPGroup) -> MoELayer:
+def rebuild(layer: MoELayer, gone: Iterable[int], group: EPGroup) -> MoELayer:
     """The same layer on the group of those left: same weights, options, rules and wishes. Collective on `group`.
 
     Experts whose homes have all died are lost; the layer's `lost` says what becomes of their assignments. A mask that
@@ -102,9 +102,12 @@ def rebuild(layer: MoELayer, gone: Collection[int], group: EPGroup) -> MoELayer:
         group: what `regroup` returned.
 
     Raises:
-        InputError: no expert is left, or the stage cannot serve a map with lost experts; the same on every rank.
+        InputError: unknown ranks or no expert is left (the old layer stays open then), or the stage cannot serve a map
+            with lost experts; the same on every rank.
     """
     spec = layer.spec
+    gone = gone_ranks(gone, spec.group.size)
+    placement = spec.placement.without(gone)
     how: dict[str, Any] = {"check": spec.check, "overflow": spec.overflow, "lost": spec.lost}
     how |= {"wishes": spec.wishes, **spec.options}
     layer.close()
@@ -112,7 +115,7 @@ def rebuild(layer: MoELayer, gone: Collection[int], group: EPGroup) -> MoELayer:
         spec.stage,
         spec.shape,
         spec.weights,
-        spec.placement.without(gone),
+        placement,
         group,
         spec.max_tokens_per_rank,
         **how,

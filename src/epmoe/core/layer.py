@@ -13,7 +13,7 @@ ranks tell each other over the control plane, outside captured code.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from epmoe.core.checks import (
     check_spec,
     problem_with_call,
     problem_with_logits,
-    problem_with_mask,
+    ranks_to_mask,
 )
 from epmoe.core.errors import InputError, NotCapturableError
 from epmoe.core.groups import EPGroup
@@ -139,7 +139,7 @@ class MoELayer(ABC):
         Arguments are checked, ids are int32, T <= capacity <= C, and capacity is the same on all ranks.
         """
 
-    def mask_ranks(self, gone: Collection[int]) -> None:
+    def mask_ranks(self, gone: Iterable[int]) -> None:
         """From the next call on the ranks `gone` hold no expert; () takes them all back. For a group that still lives.
 
         Every rank calls it with the same ranks; nothing is sent, except in checked mode, which compares them. Replicas
@@ -147,15 +147,16 @@ class MoELayer(ABC):
         call, with tokens if they have any. Tables change in place, on the current stream: captured CUDA graphs follow.
 
         Raises:
-            InputError: an unknown rank, all ranks, or inside a capture. UnsupportedError: the stage is not maskable.
+            InputError: an unknown rank, all ranks, a closed layer, or inside a capture. UnsupportedError: the stage is
+                not maskable.
         """
-        problem = problem_with_mask(self.spec, gone, _capturing(self.spec.device))
-        gone = () if problem else tuple(gone)
-        if self.spec.check:
-            agree(self.spec.group, {"gone": set(gone)}, problem)
-        if problem is not None:
-            raise problem
-        self.spec.tables.mask(gone)
+        problem, ranks = self._problem_if_closed(), ()
+        try:
+            ranks = ranks_to_mask(self.spec, gone, _capturing(self.spec.device))
+        except InputError as error:
+            problem = problem or error
+        self._raise(problem, {"gone": ranks})
+        self.spec.tables.mask(ranks)
 
     def warmup(self) -> None:
         """Run once at every one of `warmup_capacities`, so that nothing is compiled or allocated later. Collective.
@@ -194,12 +195,15 @@ class MoELayer(ABC):
         """Raise what is wrong with the arguments: of this rank, or, in checked mode, of any rank on all of them."""
         capturing = _capturing(self.spec.device)
         problem = problem_with_call(self.spec, x_TH, ids_TK, weights_TK, max_tokens, capturing)
-        if self.closed:
-            problem = InputError(f"this {self.spec.stage} layer is closed: build a new one")
+        problem = self._problem_if_closed() or problem
         if problem is None and self.spec.check and not capturing:
             with ledger.paused():  # the check is not the layer
                 problem = bad_id(ids_TK, self.spec.shape.experts)
         self._raise(problem, {"max_tokens": max_tokens})
+
+    def _problem_if_closed(self) -> InputError | None:
+        text = f"this {self.spec.stage} layer is closed: build a new one"
+        return InputError(text) if self.closed else None
 
     def _raise(self, problem: InputError | None, fingerprint: dict[str, object]) -> None:
         """Raise this rank's problem; in checked mode anybody's, or what differs, on all ranks."""

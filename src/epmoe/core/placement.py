@@ -23,7 +23,7 @@ captured in a CUDA graph, and a token's expert is computed on the same rank whoe
 
 import json
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -93,16 +93,17 @@ class Placement:
         """Experts that live nowhere."""
         return tuple(e for e, homes in enumerate(self.homes) if not homes)
 
-    def owners_from(self, source: int, gone: Collection[int] = ()) -> tuple[int, ...]:
+    def owners_from(self, source: int, gone: Iterable[int] = ()) -> tuple[int, ...]:
         """The owner of every expert as `source` sees it, when the ranks `gone` hold nothing any more.
 
         EP, one past the last rank, where nobody is left: an owner that equals no rank, and indexes none.
         """
         self._check_rank(source)
+        gone = frozenset(gone)
         left = (tuple(rank for rank in homes if rank not in gone) for homes in self.homes)
         return tuple(serving(homes, source) if homes else self.ranks for homes in left)
 
-    def slots_from(self, source: int, gone: Collection[int] = ()) -> tuple[int, ...]:
+    def slots_from(self, source: int, gone: Iterable[int] = ()) -> tuple[int, ...]:
         """The slot of every expert on the owner that `source` sees; -1 where nobody is left."""
         owners = self.owners_from(source, gone)
         return tuple(
@@ -128,7 +129,7 @@ class Placement:
         slots = self.slots if source is None else self.slots_from(source)
         return torch.tensor(slots, dtype=torch.int32, device=device)
 
-    def without(self, gone: Collection[int]) -> "Placement":
+    def without(self, gone: Iterable[int]) -> "Placement":
         """The map of the ranks that are left, renumbered in their order, when the ranks `gone` have died.
 
         A survivor keeps its experts and their slots, so its weights serve as they are. An expert whose homes have all
@@ -137,13 +138,11 @@ class Placement:
         Raises:
             InputError: an unknown rank, or nothing is left.
         """
-        check_gone(gone, self.ranks)
+        gone = gone_ranks(gone, self.ranks)
         number = {rank: i for i, rank in enumerate(r for r in range(self.ranks) if r not in gone)}
         left = tuple(tuple(number[r] for r in homes if r in number) for homes in self.homes)
         if not any(left):
-            raise InputError(
-                f"without ranks {sorted(gone)} no expert is left: load the model again"
-            )
+            raise InputError(f"without ranks {list(gone)} no expert is left: load the model again")
         return Placement(left, len(number), _kind_of(left) if gone else self.kind)
 
     def as_dict(self) -> dict[str, object]:
@@ -239,13 +238,17 @@ def parse_placement(text: str, experts: int, ranks: int) -> Placement:
     return placement
 
 
-def check_gone(gone: Collection[object], ranks: int) -> None:
-    """Raise InputError where `gone` names an unknown rank, or all of them."""
-    for rank in gone:
-        if not isinstance(rank, int) or not 0 <= rank < ranks:
+def gone_ranks(gone: Iterable[int], ranks: int) -> tuple[int, ...]:
+    """The ranks of `gone`, each once, ascending; uses an iterator up. Raises InputError for an unknown rank, or all."""
+    if not isinstance(gone, Iterable):
+        raise InputError(f"gone={gone!r}: give the ranks as a collection, such as ({gone!r},)")
+    found = tuple(gone)
+    for rank in found:
+        if not is_whole(rank) or not 0 <= rank < ranks:
             raise InputError(f"rank {rank!r} cannot be gone: ranks are 0 to {ranks - 1}")
-    if len(set(gone)) == ranks:
+    if len(set(found)) == ranks:
         raise InputError(f"all {ranks} ranks are gone: at least one has to be left")
+    return tuple(sorted(set(found)))
 
 
 def serving(homes: Sequence[int], source: int) -> int:
