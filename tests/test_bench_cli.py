@@ -1,6 +1,7 @@
 """`epmoe bench` from the command line to a valid file, on a CPU, in seconds."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -79,6 +80,22 @@ def test_time_limit_leaves_sizes_out_and_says_so():
     assert result.points == []
     assert set(result.skipped) == {"1", "2"}
     assert "the limit is -1 s" in result.skipped["1"]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_under_torchrun_every_rank_ends_alike_and_rank_0_answers(monkeypatch, tmp_path, rank):
+    config = Config(
+        shape="tiny", ep=2, loopback=True, tokens=(1,), subjects=("grouped_mm",), draws=1, blocks=1
+    )
+    result = run(single("cpu"), config)
+    subjects = result.points[0].subjects
+    subjects["grouped_mm"] = replace(subjects["grouped_mm"], error="was wrong")
+    monkeypatch.setattr("epmoe.core.bench.cli._run", lambda *_: result)
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    done = bench("--json", "-")
+    assert done.exit_code == 1
+    assert done.output == (result.text() if rank == "0" else "")
 
 
 def test_estimate_runs_nothing():

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from epmoe.core import cli, launch
 from epmoe.core.bench import results
-from epmoe.core.commands.terminal import check_files
+from epmoe.core.commands.terminal import check_files, whole_numbers
 from epmoe.core.errors import InputError
 
 RUNS = ("tour", "check 00", "trace 00", "stages", "doctor", "plan", "bench", "bench padding")
@@ -101,6 +101,22 @@ def test_a_seed_that_torch_cannot_take_is_refused(command):
     result = CliRunner().invoke(cli.app, [*command.split(), "--seed", "9" * 20])
     assert result.exit_code == 2
     assert "--seed" in result.output
+
+
+def test_numbers_with_commas_are_read():
+    assert whole_numbers("tokens", "1, 8,128") == (1, 8, 128)
+    assert whole_numbers("tokens", "0") == (0,)
+
+
+@pytest.mark.parametrize("text", ["", "1,", "-1", "1.5", "many", "1 2", "9" * 5000, "²", "٣"])
+@pytest.mark.parametrize(
+    "option",
+    ["plan --tokens", "check 00 --tokens", "tune --tokens", "bench --tokens", "bench padding --ep"],
+)
+def test_what_is_no_list_of_whole_numbers_is_refused(option, text):
+    name = option.split("--")[1]
+    said = refused(*option.split()[:-1], f"--{name}={text}")
+    assert f"{name}={text!r}: give whole numbers of at least 0 with commas" in said
 
 
 def test_a_refusal_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from epmoe.core.errors import InputError, UnsupportedError
-from epmoe.core.ranks import gpu_sharing, guardian
-from epmoe.core.ranks.transport import choose_transport
+from epmoe.core.ranks import gpu_sharing, guardian, transport
+from epmoe.core.ranks.transport import choose_transport, one_device
 
 OLD, NEW = (2, 28, 9), (2, 30, 7)
 
@@ -103,8 +103,7 @@ OLD, NEW = (2, 28, 9), (2, 30, 7)
 def test_the_choice_and_its_reason(ranks, asked, devices, nccl, chosen, reason):
     choice = choose_transport(ranks, cuda_devices=devices, nccl_version=nccl, **asked)
     places = f"{choice.transport} {choice.device_of(0)} {choice.device_of(1)}"
-    assert places + " shared" * choice.shared == chosen or choice.ranks == 1
-    assert choice.transport == chosen.split()[0]
+    assert places + " shared" * choice.shared == chosen
     assert choice.reason == reason
     assert choice.fallback is ("instead" in reason)
 
@@ -127,6 +126,21 @@ def test_what_cannot_be_had_is_refused_with_the_fix(ranks, asked, devices, nccl,
     kind = UnsupportedError if ranks and not {"tpu", "mpi"} & set(asked.values()) else InputError
     with pytest.raises(kind, match=words):
         choose_transport(ranks, cuda_devices=devices, nccl_version=nccl, **asked)
+
+
+@pytest.mark.parametrize(("gpus", "chosen"), [(0, "cpu"), (1, "cuda"), (8, "cuda")])
+def test_a_single_process_takes_a_gpu_where_there_is_one(monkeypatch, gpus, chosen):
+    monkeypatch.setattr(transport.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(gpu_sharing, "nccl_version", lambda: None)  # one rank needs none
+    assert one_device() == one_device("auto") == chosen
+    assert one_device("cpu") == "cpu"
+    with pytest.raises(InputError, match="tpu"):
+        one_device("tpu")
+    if gpus:
+        assert one_device("cuda") == "cuda"
+        return
+    with pytest.raises(UnsupportedError, match="no CUDA device.*nvidia-smi"):
+        one_device("cuda")
 
 
 def test_nccl_versions_are_decoded():

@@ -14,7 +14,6 @@ from epmoe.core.plan.gpus import custom_gpu
 from epmoe.core.plan.render import (
     headline,
     parse_gpu,
-    parse_tokens,
     plan_command,
     render,
     render_sweep,
@@ -66,10 +65,23 @@ def test_the_command_prints_tables_and_json(capsys, tmp_path):
     assert "42.8" in capsys.readouterr().out
 
 
+def test_under_torchrun_rank_0_alone_answers(capsys, monkeypatch, tmp_path):
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    for rank, said in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        path = tmp_path / rank
+        plan_command(tokens="1", json_to=str(path))
+        assert bool(capsys.readouterr().out) == said
+        assert path.exists() == said
+        plan_command(tokens="1", json_to="-")
+        assert bool(capsys.readouterr().out) == said
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: parse_tokens("1,many"), "1,many"),
+        (lambda: plan_command(tokens="1,many"), "tokens='1,many'"),
         (lambda: plan_command(placement="anywhere"), "anywhere"),
         (lambda: render_sweep([]), "at least one"),
     ],

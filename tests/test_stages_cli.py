@@ -103,7 +103,7 @@ def test_without_why_questions_are_refused():
 
 
 def test_the_list_names_what_options_switch_on(monkeypatch):
-    monkeypatch.setattr(terminal._answers, "width", 150)  # whatever terminal the tests run in
+    monkeypatch.setattr(terminal.answers, "width", 150)  # whatever terminal the tests run in
     rows = {row["stage"]: row for row in json.loads(stages("--json -").stdout)}
     assert rows["03_fused_triton"]["grants"] == {"batch_invariant": {"batch_invariant": True}}
     assert rows["00_reference"]["grants"] == {}
@@ -113,7 +113,7 @@ def test_the_list_names_what_options_switch_on(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--device tpu", "choose auto, cpu or cuda"),
+        ("--device tpu", "give 'auto', 'cpu' or 'cuda'"),
         ("--arch nine", "give a compute capability"),
         ("--arch 9.0 --device cpu", "a CPU has no compute capability"),
         ("--dtype int8", "choose auto, float32"),

@@ -9,6 +9,8 @@ import typer
 from rich.table import Table
 
 from epmoe.core import registry
+from epmoe.core.bench.cli import app as bench
+from epmoe.core.commands.balance import balance_command
 from epmoe.core.commands.terminal import (
     Device,
     Dtype,
@@ -19,9 +21,12 @@ from epmoe.core.commands.terminal import (
     time_limit,
     writable_in_new_folder,
 )
+from epmoe.core.commands.vllm import app as vllm
 from epmoe.core.errors import EpmoeError
+from epmoe.core.plan.render import plan_command
 from epmoe.core.ranks.torchrun import world_size
 from epmoe.core.reading import read_text
+from epmoe.core.timeline.cli import trace_command
 
 app = typer.Typer(
     help="A ladder of expert-parallel Mixture-of-Experts layers: run it, check it, measure it.",
@@ -233,38 +238,8 @@ def doctor(json_to: Json = None) -> None:
     deliver([asdict(finding) for finding in findings], json_to, table)
 
 
-def _add_plan() -> None:
-    from epmoe.core.plan.render import plan_command
-
-    app.command("plan")(plan_command)
-
-
-def _add_balance() -> None:
-    from epmoe.core.commands.balance import balance_command
-
-    app.command("balance")(balance_command)
-
-
-def _add_trace() -> None:
-    from epmoe.core.timeline.cli import trace_command
-
-    app.command("trace")(trace_command)
-
-
-def _add_bench() -> None:
-    from epmoe.core.bench.cli import app as bench
-
-    app.add_typer(bench, name="bench")
-
-
-def _add_vllm() -> None:
-    from epmoe.core.commands.vllm import app as vllm
-
-    app.add_typer(vllm(), name="vllm")
-
-
-_add_plan()
-_add_balance()
-_add_trace()
-_add_bench()
-_add_vllm()
+app.command("plan")(plan_command)
+app.command("balance")(balance_command)
+app.command("trace")(trace_command)
+app.add_typer(bench, name="bench")
+app.add_typer(vllm(), name="vllm")

@@ -16,6 +16,7 @@ from epmoe.core import groups, registry
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.launch import open_ranks
+from epmoe.core.ranks.transport import one_device
 from epmoe.core.shape import MoEShape
 
 
@@ -46,6 +47,10 @@ class Request:
     seed: int = 900_000
 
 
+Program = Callable[[EPGroup, Request], dict[str, Any]]
+Run = Callable[[Program, Request], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Tuner:
     """What a stage offers to be tuned; both are rank programs.
@@ -55,8 +60,8 @@ class Tuner:
         tune: (group, request) -> the whole entry and its "device".
     """
 
-    situation: Callable[[EPGroup, Request], dict[str, Any]]
-    tune: Callable[[EPGroup, Request], dict[str, Any]]
+    situation: Program
+    tune: Program
 
 
 def tuner_of(stage: str) -> Tuner:
@@ -68,16 +73,18 @@ def tuner_of(stage: str) -> Tuner:
 
 
 @contextmanager
-def runner(ep: int, loopback: bool, device: str, timeout: float) -> Iterator[Any]:
-    """run(tuner, request) -> entry: here where one rank is played, on `ep` ranks otherwise."""
+def runner(ep: int, loopback: bool, device: str, timeout: float) -> Iterator[tuple[Run, str]]:
+    """What runs a program of a `Tuner` and gives rank 0's answer, and on which kind of device, cpu or cuda.
+
+    It runs here where one process plays a rank, on `ep` ranks otherwise, each program for at most `timeout` seconds.
+    """
     if loopback or ep == 1:
-        where = "cuda" if device == "auto" and torch.cuda.is_available() else device
-        group = groups.single("cpu" if where == "auto" else where)
-        yield (lambda tuner, request: tuner(group, request)), group.device.type
+        group = groups.single(one_device(device))
+        yield (lambda program, request: program(group, request)), group.device.type
         return
     with open_ranks(ep, device) as pool:
         yield (
-            (lambda tuner, request: pool.run(tuner, request, timeout=timeout)[0]),
+            (lambda program, request: pool.run(program, request, timeout=timeout)[0]),
             pool.choice.device_type,
         )
 

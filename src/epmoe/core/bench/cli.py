@@ -1,13 +1,11 @@
 """`epmoe bench`, `epmoe bench padding`, `epmoe bench report`."""
 
-import os
 import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from epmoe.core import groups
@@ -17,11 +15,23 @@ from epmoe.core.bench.run import Config, estimate_seconds, run
 from epmoe.core.bench.subjects import resolve_names
 from epmoe.core.bench.view import render
 from epmoe.core.bench.workload import Routing
-from epmoe.core.commands.terminal import Json, deliver, time_limit, writable_in_new_folder
-from epmoe.core.errors import InputError
+from epmoe.core.commands.terminal import (
+    Device,
+    Dtype,
+    Json,
+    JsonInNewFolder,
+    Seed,
+    answers,
+    deliver,
+    deliver_text,
+    notes,
+    time_limit,
+    whole_numbers,
+    writable_in_new_folder,
+)
 from epmoe.core.launch import launch
-from epmoe.core.plan.render import parse_tokens
-from epmoe.core.ranks.torchrun import under_torchrun
+from epmoe.core.ranks.torchrun import speaks, under_torchrun
+from epmoe.core.ranks.transport import one_device
 
 
 class _RunByDefault(TyperGroup):
@@ -38,10 +48,6 @@ app = typer.Typer(
     help="Measure layers against the floor and against others, with gates before every time.",
     rich_markup_mode=None,
 )
-_console = Console()
-_notes = Console(stderr=True)
-_Whole = Annotated[int, typer.Option(min=1)]
-_LAST_SEED = 2**32 - 1  # others follow from it, and torch takes 64 bits
 
 
 @app.command("run")
@@ -72,9 +78,9 @@ def run_command(
         str, typer.Option(help="uniform, zipf, hot_expert or one_rank.")
     ] = "uniform",
     skew: Annotated[float, typer.Option(help="Exponent of zipf.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=_LAST_SEED, help="Of weights and draws.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     router: Annotated[
         str, typer.Option(help="auto, torch, or a stage whose router kernel all subjects share.")
     ] = "auto",
@@ -105,15 +111,7 @@ def run_command(
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Say how long the timed part takes, and stop.")
     ] = False,
-    json_to: Annotated[
-        str | None,
-        typer.Option(
-            "--json",
-            metavar="[FILE]",
-            help="Write JSON to FILE, or print it.",
-            callback=writable_in_new_folder,
-        ),
-    ] = None,
+    json_to: JsonInNewFolder = None,
 ) -> None:
     """Time subjects from router logits to the combined output, interleaved, each behind its gates."""
     config = Config(
@@ -122,7 +120,7 @@ def run_command(
         placement=placement,
         loopback=loopback,
         rank=rank,
-        tokens=tuple(parse_tokens(tokens)),
+        tokens=whole_numbers("tokens", tokens),
         subjects=tuple(subjects.split(",")),
         draws=draws,
         blocks=blocks,
@@ -143,7 +141,7 @@ def run_command(
     )
     if estimate:
         count = len(resolve_names(config.subjects, 1 if loopback else ep))
-        _console.print(
+        answers.print(
             f"about {estimate_seconds(config, count):.0f} s of timing for {count} subjects on {gpu}; set-up, gates, "
             "compilation and tuning come on top"
         )
@@ -151,35 +149,24 @@ def run_command(
     if remember:
         keeping.check(device, ep, loopback, placement)
     result = _run(config, device, timeout)
-    if os.environ.get("RANK", "0") == "0":
-        if remember:
-            _notes.print(keeping.keep(result), style="dim", highlight=False)
-        _finish(result, json_to, save_vllm_config)
+    if remember and speaks():
+        notes.print(keeping.keep(result), style="dim", highlight=False)
+    _finish(result, json_to, save_vllm_config)
 
 
 def _run(config: Config, device: str, timeout: float) -> results.Result:
     if config.loopback or (config.ep == 1 and not under_torchrun()):
-        return run(groups.single(_one_device(device)), config)
+        return run(groups.single(one_device(device)), config)
     return launch(run, config, ranks=config.ep, device=device, timeout=timeout)[0]
-
-
-def _one_device(asked: str) -> str:
-    import torch
-
-    if asked not in ("auto", "cpu", "cuda"):
-        raise InputError(f"device={asked!r}: choose auto, cpu or cuda")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
 
 
 def _finish(result: results.Result, json_to: str | None, save_vllm_config: Path | None) -> None:
     """Show, and leave with code 1 when a subject failed its gates."""
-    if save_vllm_config and result.tuning:
+    if save_vllm_config and result.tuning and speaks():
         chosen = {tuned["rows"]: tuned["best"] for tuned in result.tuning.values()}
         vllm_subjects.write_configs(save_vllm_config, chosen)
-    if json_to == "-":
-        print(result.text(), end="")
-    else:
-        _console.print(render(result))
+    # a file holds it already: every T is written when it is done
+    deliver_text(result.text(), "-" if json_to == "-" else None, render(result))
     failed = any(one.error for point in result.points for one in point.subjects.values())
     raise typer.Exit(1 if failed else 0)
 
@@ -206,8 +193,8 @@ def padding_command(
     counted = padding.sweep(
         stages.split(","),
         shape,
-        parse_tokens(tokens),
-        parse_tokens(ep),
+        whole_numbers("tokens", tokens),
+        whole_numbers("ep", ep),
         [Routing.parse(word) for word in routings.split(",")],
         draws,
         timeout,
@@ -230,7 +217,7 @@ def report_command(
 
     stale = report.generate(report.find_root(root), check=check)
     for problem in stale:
-        _console.print(("stale: " if check else "wrote ") + problem, highlight=False, markup=False)
+        answers.print(("stale: " if check else "wrote ") + problem, highlight=False, markup=False)
     if not stale:
-        _console.print("everything is up to date")
+        answers.print("everything is up to date")
     raise typer.Exit(1 if check and stale else 0)

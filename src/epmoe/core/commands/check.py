@@ -9,11 +9,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from epmoe.core.cases import Case
+from epmoe.core.commands.terminal import whole_numbers
 from epmoe.core.draws import KINDS
 from epmoe.core.errors import InputError
 from epmoe.core.launch import open_ranks
 from epmoe.core.placement import parse_placement
-from epmoe.core.plan.render import parse_tokens
 from epmoe.core.shape import named_shape
 from epmoe.core.values import named_dtype
 from epmoe.core.verify import CaseReport, run_case
@@ -54,7 +54,9 @@ def cases(
     sizes = named_shape(shape)
     placed = parse_placement(placement, sizes.experts, ranks)
     named = placement in ("contiguous", "round_robin")  # the homes of a file run as they stand
-    calls = tuple(tuple(max(0, t - r) for r in range(ranks)) for t in parse_tokens(tokens))
+    calls = tuple(
+        tuple(max(0, t - r) for r in range(ranks)) for t in whole_numbers("tokens", tokens)
+    )
     return [
         Case(
             stage=stage,

@@ -19,6 +19,7 @@ from epmoe.core.measured import Comparison
 from epmoe.core.memory import parse_bytes
 from epmoe.core.own_file import device_name
 from epmoe.core.placement import KINDS
+from epmoe.core.ranks.transport import one_device
 from epmoe.core.registry import Stage
 from epmoe.core.shape import named_shape
 from epmoe.core.values import named_dtype
@@ -95,13 +96,13 @@ def situation(
     Raises:
         InputError: a name or a number that is none, or things that exclude each other.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"device={device!r}: choose auto, cpu or cuda")
     if placement not in KINDS:
         raise InputError(f"placement={placement!r}: choose one of {', '.join(KINDS)}")
     here = torch.cuda.is_available()
-    if device == "auto":
-        device = "cuda" if here or arch else "cpu"
+    if device == "auto" and arch:
+        device = "cuda"
+    elif device != "cuda":  # which may be asked about where there is none
+        device = one_device(device)
     if arch and device == "cpu":
         raise InputError(f"arch={arch}: a CPU has no compute capability, leave out one of the two")
     mine = device == "cpu" or (here and not arch)  # this very device, whose measurements count

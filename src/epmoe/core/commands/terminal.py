@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +15,7 @@ from epmoe.core.ranks.time_limits import check_seconds
 from epmoe.core.ranks.torchrun import speaks
 
 # under torchrun every rank runs the command and rank 0 speaks
-_answers = Console(quiet=not speaks())
+answers = Console(quiet=not speaks())
 notes = Console(stderr=True, quiet=not speaks())  # progress: standard output stays clean for --json
 
 
@@ -61,27 +63,43 @@ def time_limit(seconds: float | None) -> float | None:
     return seconds
 
 
-Json = Annotated[
-    str | None,
-    typer.Option(
-        "--json", metavar="[FILE]", help="Write JSON to FILE, or print it.", callback=writable
-    ),
-]
+def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    """What the option `name` holds: numbers of at least 0 with commas, such as 1,8,128; else an InputError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,18}", part) for part in parts):
+        raise InputError(f"{name}={text!r}: give whole numbers of at least 0 with commas, like 1,8")
+    return tuple(map(int, parts))
+
+
+def _json(callback: Callable[[Any], Any]) -> Any:
+    words = "Write JSON to FILE, or print it."
+    return typer.Option("--json", metavar="[FILE]", help=words, callback=callback)
+
+
+Json = Annotated[str | None, _json(writable)]
+JsonInNewFolder = Annotated[str | None, _json(writable_in_new_folder)]
 Ranks = Annotated[int, typer.Option(min=1, help="How many expert-parallel ranks.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+# further seeds follow from it, of every rank and draw, and torch takes 64 bits
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of all that is drawn.")]
 
 
 def deliver(data: Any, target: str | None, table: RenderableType) -> None:
     """The table for people; JSON where it was asked for. Under torchrun by rank 0."""
+    deliver_text(json.dumps(data, indent=2, default=str) + "\n", target, table)
+
+
+def deliver_text(text: str, target: str | None, table: RenderableType) -> None:
+    """As `deliver`, for data that is JSON already."""
     if not speaks():
         return
     if target == "-":
-        print(json.dumps(data, indent=2, default=str))
+        print(text, end="")
         return
-    _answers.print(table)  # first: whatever happens to the file, the answer has been given
+    answers.print(table)  # first: whatever happens to the file, the answer has been given
     if target is not None:
-        write_answer(Path(target), json.dumps(data, indent=2, default=str) + "\n")
+        write_answer(Path(target), text)
 
 
 def write_answer(path: Path, text: str) -> None:

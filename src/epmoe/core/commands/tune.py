@@ -9,9 +9,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from epmoe.core import own_file, tune
-from epmoe.core.commands.terminal import check_files
+from epmoe.core.commands.terminal import check_files, whole_numbers
 from epmoe.core.errors import InputError
-from epmoe.core.plan.render import parse_tokens
 from epmoe.core.shape import named_shape
 from epmoe.core.values import named_dtype
 
@@ -32,7 +31,7 @@ def guide(
     """Tune, and return the file's content and a table of this run's entries. Arguments as the command's options."""
     tuner, path = tune.tuner_of(stage), out or own_file.default_file()
     check_files(path, makes_folders=True)  # $EPMOE_TUNING may name it too
-    data, sizes, counts = own_file.load(path), named_shape(shape), parse_tokens(tokens)
+    data, sizes, counts = own_file.load(path), named_shape(shape), whole_numbers("tokens", tokens)
     if 0 in counts:
         raise InputError(f"tokens={tokens!r}: give numbers from 1, without tokens nothing is timed")
     table = Table("T", "", "gate_up", "us", "down", "us", "tried", "failed", box=box.SIMPLE_HEAD)

@@ -1,26 +1,24 @@
 """The limit calculator's tables for the terminal, and the command that prints them."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from epmoe.core.commands.terminal import Json, write_answer
+from epmoe.core.commands.terminal import Json, Seed, deliver, whole_numbers
 from epmoe.core.draws import draw as drawing
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement, parse_placement
 from epmoe.core.plan import Plan, RankPlan, Wire, plan
 from epmoe.core.plan.gpus import Gpu, custom_gpu, named_gpu
 from epmoe.core.shape import MoEShape, named_shape
-
-_LAST_SEED = 2**32 - 1  # every rank draws with a seed of its own that follows from it
 
 
 def render(plan: Plan) -> RenderableType:
@@ -86,7 +84,7 @@ def plan_command(
         str | None,
         typer.Option(help="Count one exact draw of this kind (see check) instead of expecting."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=_LAST_SEED, help="Of the draw.")] = 0,
+    seed: Seed = 0,
     json_to: Json = None,
 ) -> None:
     """How fast can this layer be at all, and what has to travel? In expectation, or for one exact draw."""
@@ -95,15 +93,10 @@ def plan_command(
     options = {"placement": placed, "dtype": dtype, "capacity": capacity}
     plans = [
         plan(sizes, ep, count, parse_gpu(gpu), _draws(draw, count, sizes, placed, seed), **options)
-        for count in parse_tokens(tokens)
+        for count in whole_numbers("tokens", tokens)
     ]
-    text = "[" + ",\n".join(one.to_json() for one in plans) + "]\n"
-    if json_to == "-":
-        typer.echo(text, nl=False)
-        return
-    Console().print(render(plans[0]) if len(plans) == 1 else render_sweep(plans))
-    if json_to is not None:
-        write_answer(Path(json_to), text)
+    table = render(plans[0]) if len(plans) == 1 else render_sweep(plans)
+    deliver([asdict(one) for one in plans], json_to, table)
 
 
 def _draws(
@@ -128,14 +121,6 @@ def parse_gpu(text: str) -> Gpu:
             f"gpu={text!r}: write custom:TB/s,TFLOP/s,GB/s, such as custom:4.8,990,450"
         ) from None
     return custom_gpu(memory * 1e12, flops * 1e12, link * 1e9)
-
-
-def parse_tokens(text: str) -> list[int]:
-    """Numbers with commas, such as 1,8,128, as a list. Raises InputError for anything else."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise InputError(f"tokens={text!r}: give whole numbers with commas, such as 1,8,128")
-    return [int(part) for part in parts]
 
 
 def _table(title: str) -> Table:

@@ -112,6 +112,11 @@ def choose_here(
     )
 
 
+def one_device(asked: str = "auto") -> str:
+    """The kind of device of a process that is the only rank: cpu or cuda. Raises as `choose_transport`."""
+    return choose_here(1, asked).device_type
+
+
 def _check_names(ranks: int, device: str, transport: str | None) -> None:
     if ranks < 1:
         raise InputError(f"{ranks} ranks: give at least 1")

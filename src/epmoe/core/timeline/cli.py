@@ -19,6 +19,7 @@ from epmoe.core.commands.terminal import (
     notes,
     time_limit,
     writable,
+    write_answer,
 )
 from epmoe.core.errors import InputError
 from epmoe.core.launch import RankPool, open_ranks
@@ -118,7 +119,7 @@ def render(report: Report) -> RenderableType:
 
 
 def _write(path: Path, data: dict, words: str) -> None:
-    path.write_text(json.dumps(data) + "\n")
+    write_answer(path, json.dumps(data) + "\n")
     notes.print(f"{path}: {words}", highlight=False)
 
 

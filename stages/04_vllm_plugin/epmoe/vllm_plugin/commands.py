@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from epmoe.core.commands.terminal import Json, deliver, notes, time_limit, writable
+from epmoe.core.commands.terminal import Json, deliver, notes, time_limit, whole_numbers, writable
 from epmoe.core.errors import InputError
 
 app = typer.Typer(
@@ -142,7 +142,7 @@ def layer(
         dp=dp,
         tp=tp,
         sequence_parallel=sequence_parallel,
-        tokens=layers.read_tokens(tokens),
+        tokens=whole_numbers("tokens", tokens),
         dtype=dtype,
         device=device,
         timeout=timeout,

@@ -119,14 +119,6 @@ def compare(plan: LayerPlan, python: str, say: Callable[[str], None] = print) ->
     return LayerComparison(plan=plan, layer=index, results=results)
 
 
-def read_tokens(text: str) -> tuple[int, ...]:
-    """ "7,2" as numbers. Raises InputError for anything else."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise InputError(f"tokens={text!r}: give whole numbers of at least 0 with commas, like 7,2")
-    return tuple(map(int, parts))
-
-
 def _run(
     plan: LayerPlan, layer: int, stage: str, parts: list[Tensor], dp: int, tp: int, python: str
 ) -> list[tuple[Tensor, dict[str, Any]]]:
