@@ -4,6 +4,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: @triton.jit looks at it
 
-from epmoe.core import own_file, tune
+from epmoe.core import groups, own_file, tune
 from epmoe.core.conformance.program import caught
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.groups import EPGroup
+from epmoe.core.layer import build
 from epmoe.core.packed_rows import RowLayout
+from epmoe.core.placement import contiguous
 from epmoe.core.shape import SHAPES, MoEShape
+from epmoe.core.weights import random_weights
 from epmoe.fused_triton import tuner, tuning
 from epmoe.fused_triton.kernels import DeviceLimits, GemmConfig, LayerConfig
 
@@ -61,6 +65,34 @@ def test_pinned_tiles_are_the_same_for_every_number_of_tokens():
     pinned = {look_up(RECORD, tokens, pinned=True).config for tokens in (1, 128, 8192)}
     assert len(pinned) == 1
     assert len({look_up(RECORD, tokens).config for tokens in (1, 128, 8192)}) > 1
+
+
+@pytest.mark.parametrize("gpu", [H200, "NVIDIA H100"])  # measured, and by rule
+def test_a_warm_up_meets_every_configuration_that_serving_may_need(gpu):
+    whole = replace(RECORD, device=gpu, tokens=1500)
+    warmed = tuning.Tuning(whole, LIMITS, 2).warmup_capacities()
+    assert set(warmed) <= set(range(1, 1501))
+    configs = {look_up(whole, tokens).config for tokens in warmed}
+    assert {look_up(whole, tokens).config for tokens in range(1, 1501)} == configs
+    assert len(configs) > 2, "more than those of 1 and C, or this shows nothing"
+
+
+def test_a_warm_up_compiles_small_kernels_of_every_size_and_nothing_on_a_cpu():
+    """Metadata is compiled for the next power of two of all slots, other kernels for short and long calls."""
+    pinned = tuning.Tuning(replace(RECORD, tokens=1500), LIMITS, 2, pinned=True)
+    assert pinned.warmup_capacities() == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    interpreted = tuning.Tuning(replace(RECORD, device="cpu"), LIMITS, 2)
+    assert interpreted.warmup_capacities() == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "warmed"), [("03", (1, 2, 4, 6)), ("variable_a2a+triton", (1, 6))]
+)
+def test_a_layer_warms_what_its_tuning_names_where_capacities_decide(name, warmed):
+    weights = random_weights(SMALL, range(4))
+    layer: Any = build(name, SMALL, weights, contiguous(4, 1), groups.single(), 6)
+    layer.experts.tuning = tuning.Tuning(replace(RECORD, tokens=6), LIMITS, 2)
+    assert sorted(set(layer.warmup_capacities())) == list(warmed)
 
 
 def test_every_shipped_entry_fits_its_gpu():

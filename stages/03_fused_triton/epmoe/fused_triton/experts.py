@@ -96,6 +96,10 @@ class TritonExperts(Experts):
         f_NH = self.workspace.buffer("f", (most, weights.hidden), torch.float32, device)
         return h_NI[:slots], f_NH[:slots]
 
+    def warmup_capacities(self) -> tuple[int, ...]:
+        """Those of `Tuning`; none where sizes follow the routing, since no capacity says what they will be."""
+        return self.tuning.warmup_capacities() if self.static else ()
+
     def describe(self) -> dict[str, object]:
         """The tile sizes of a full call and where they come from, and the fusions that are on in this layer."""
         choice = self.tuning.choice(self.spec.max_tokens_per_rank)

@@ -113,6 +113,18 @@ class Tuning:
             self._found[tokens] = self._look_up(tokens)
         return self._found[tokens]
 
+    def warmup_capacities(self) -> tuple[int, ...]:
+        """Capacities from 1 to C whose calls use every kernel that is compiled for a layer; none for the interpreter.
+
+        One for each configuration; and the powers of two, since all other sizes that a kernel is compiled for are
+        powers of two as well, or change at one.
+        """
+        if self.situation.device == "cpu":
+            return ()
+        most = self.situation.tokens
+        every = set() if self.pinned else one_of_each(self.situation, self.limits, self.itemsize)
+        return tuple(sorted(every.union(_powers_of_two(most))))
+
     # --8<-- [start:look_up]
     def _look_up(self, tokens: int) -> Choice:
         wanted = Situation(**{**asdict(self.situation), "tokens": tokens})
@@ -151,6 +163,21 @@ def _for_the_interpreter(wanted: Situation) -> kernels.LayerConfig:
         kernels.GemmConfig(16, inner, hidden, num_stages=1, num_warps=4),
         kernels.GemmConfig(16, hidden, inner, num_stages=1, num_warps=4),
     )
+
+
+@cache
+def one_of_each(
+    situation: Situation, limits: kernels.DeviceLimits, itemsize: int
+) -> frozenset[int]:
+    """A number of tokens, from 1 to the situation's, for each configuration; asked once for all layers of a model."""
+    tuning, first = Tuning(situation, limits, itemsize), {}
+    for tokens in (*_powers_of_two(situation.tokens), *range(1, situation.tokens + 1)):
+        first.setdefault(tuning._look_up(tokens).config, tokens)
+    return frozenset(first.values())
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << bit for bit in range(most.bit_length())]
 
 
 def limits_of(device: torch.device) -> kernels.DeviceLimits:
