@@ -10,6 +10,7 @@ from epmoe.core.block import MoEBlock, shared_expert
 from epmoe.core.cases import Case
 from epmoe.core.errors import InputError
 from epmoe.core.numerics import sum_in_order, swiglu
+from epmoe.core.placement import NAMED
 from epmoe.core.routing import Router, RouterConfig
 from epmoe.core.shape import MoEShape
 from epmoe.core.verify import (
@@ -164,6 +165,16 @@ def test_reading_fresh_memory_is_wrong():
 def test_bad_cases_are_named(changes, message):
     with pytest.raises(InputError, match=message):
         Case(**{"stage": "00", "shape": SHAPE, "tokens": ((1,),), **changes})
+
+
+def test_a_case_takes_a_name_homes_or_a_map():
+    def placed(placement):
+        return Case(stage="00", shape=SHAPE, tokens=((1, 1),), placement=placement).placed()
+
+    for name, make in NAMED.items():
+        assert placed(name) == placed(make(8, 2)) == make(8, 2)
+    assert placed((0, 0, 0, 0, 1, 1, 1, 1)).kind == "explicit"
+    assert placed((0, 0, 0, 0, 1, 1, 1, (0, 1))).kind == "replicated"
 
 
 def test_a_case_says_how_many_ranks_it_needs():
