@@ -139,7 +139,7 @@ def test_a_single_process_takes_a_gpu_where_there_is_one(monkeypatch, gpus, chos
     if gpus:
         assert one_device("cuda") == "cuda"
         return
-    with pytest.raises(UnsupportedError, match="no CUDA device.*nvidia-smi"):
+    with pytest.raises(UnsupportedError, match="nvidia-smi"):
         one_device("cuda")
 
 

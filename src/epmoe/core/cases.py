@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epmoe.core.draws import draw
 from epmoe.core.errors import InputError
-from epmoe.core.placement import Placement, contiguous, replicated, round_robin
+from epmoe.core.placement import NAMED, Placement, replicated
 from epmoe.core.shape import MoEShape
 from epmoe.core.weights import ExpertWeights, random_weights
 
@@ -27,7 +27,7 @@ class Case:
         kind: the routing draw, see `epmoe.core.draws`.
         ids: ids[call][rank] are the rows of topk_ids, where a draw will not do; weights are drawn all the same.
         dtype, ids_dtype: of activations and weights, and of topk_ids.
-        placement: "contiguous", "round_robin", or the rank of every expert, several for an expert with replicas.
+        placement: one of `placement.NAMED`, the rank of every expert, several for an expert with replicas, or a map.
         gone: ranks that are masked before the first call, see `MoELayer.mask_ranks`.
         lost: what becomes of experts that nobody holds then, see `build`.
         seed: of weights, tokens and routing.
@@ -48,7 +48,7 @@ class Case:
     ids: Sequence[Sequence[Sequence[Sequence[int]]]] | None = None
     dtype: torch.dtype = torch.float32
     ids_dtype: torch.dtype = torch.int32
-    placement: str | tuple[int | tuple[int, ...], ...] = "contiguous"
+    placement: str | tuple[int | tuple[int, ...], ...] | Placement = "contiguous"
     gone: tuple[int, ...] = ()
     lost: str = "drop"
     seed: int = 0
@@ -84,14 +84,15 @@ class Case:
 
     def placed(self) -> Placement:
         """The expert map."""
-        if self.placement == "contiguous":
-            return contiguous(self.shape.experts, self.ranks)
-        if self.placement == "round_robin":
-            return round_robin(self.shape.experts, self.ranks)
+        if isinstance(self.placement, Placement):
+            return self.placement
         if isinstance(self.placement, str):
-            raise InputError(
-                f"placement={self.placement!r}: give contiguous, round_robin or the rank of every expert"
-            )
+            if self.placement not in NAMED:
+                names = ", ".join(NAMED)
+                raise InputError(
+                    f"placement={self.placement!r}: give {names}, the rank of every expert or a map"
+                )
+            return NAMED[self.placement](self.shape.experts, self.ranks)
         homes = [held if isinstance(held, tuple) else (held,) for held in self.placement]
         return replicated(homes, self.ranks)
 

@@ -201,6 +201,9 @@ def round_robin(experts: int, ranks: int) -> Placement:
     return Placement(_in_turn(experts, ranks), ranks, "round_robin")
 
 
+NAMED = {"contiguous": contiguous, "round_robin": round_robin}
+
+
 def explicit(owners: Sequence[int], ranks: int) -> Placement:
     """Any map: owners[e] is the rank of expert e."""
     return Placement(tuple((_whole(owner, "an owner"),) for owner in owners), ranks, "explicit")
@@ -222,11 +225,10 @@ def parse_placement(text: str, experts: int, ranks: int) -> Placement:
     Raises:
         InputError: no such name or file, or a map of other experts or ranks.
     """
-    named = {"contiguous": contiguous, "round_robin": round_robin}
-    if text in named:
-        return named[text](experts, ranks)
+    if text in NAMED:
+        return NAMED[text](experts, ranks)
     if not Path(text).is_file():
-        raise InputError(f"placement={text!r}: give {', '.join(named)} or a file that exists")
+        raise InputError(f"placement={text!r}: give {', '.join(NAMED)} or a file that exists")
     try:
         placement = Placement.from_json(read_text(Path(text), "placement"))
     except InputError as error:
@@ -271,11 +273,9 @@ def _in_turn(experts: int, ranks: int) -> tuple[tuple[int, ...], ...]:
 
 def _fits(placement: Placement) -> bool:
     """Whether the homes are what the kind says: stages may compute with a named map instead of reading it."""
-    homes, kind = placement.homes, placement.kind
-    named = {"contiguous": _in_blocks, "round_robin": _in_turn}
-    if kind in named:
-        return homes == named[kind](placement.experts, placement.ranks)
-    return kind == _kind_of(homes)
+    if placement.kind in NAMED:
+        return placement == NAMED[placement.kind](placement.experts, placement.ranks)
+    return placement.kind == _kind_of(placement.homes)
 
 
 def _whole(value: object, what: str) -> int:

@@ -53,7 +53,6 @@ def cases(
         raise InputError(f"draw={draw!r}: choose all, {', '.join(KINDS)}")
     sizes = named_shape(shape)
     placed = parse_placement(placement, sizes.experts, ranks)
-    named = placement in ("contiguous", "round_robin")  # the homes of a file run as they stand
     calls = tuple(
         tuple(max(0, t - r) for r in range(ranks)) for t in whole_numbers("tokens", tokens)
     )
@@ -63,7 +62,7 @@ def cases(
             shape=sizes,
             tokens=calls,
             kind=kind,
-            placement=placement if named else placed.homes,
+            placement=placed,
             seed=seed,
             check=True,
         )
