@@ -84,9 +84,9 @@ def test_5B_any_topk(topk):
     assert weights_TK.sum(dim=1).tolist() == pytest.approx([1.0] * 4, rel=1e-6)
 
 
-@pytest.mark.parametrize("topk", [0, 5])
+@pytest.mark.parametrize("topk", [0, 5, 2.0, True])
 def test_5B_topk_outside_is_refused(topk):
-    """5B: K = 0 and K = E + 1 name K and E."""
+    """5B: K = 0, K = E + 1 and what is no whole number name K and E."""
     with pytest.raises(InputError, match=f"topk={topk}.*experts=4"):
         route(torch.zeros(2, 4), RouterConfig(), topk)
 
@@ -114,6 +114,54 @@ def test_closed_groups_are_never_chosen():
     assert route(logits_TE, config, 2)[0].tolist() == [[2, 3]]
 
 
+def test_an_open_group_short_of_finite_experts_gives_others_of_its_own():
+    """Masked experts score -inf, as closed groups must not: they would take each other's place."""
+    logits_TE = torch.tensor([[0.0, 0.0, 0.0, 0.0, 3.0, 3.0, 3.0, 0.0]])
+    bias_E = torch.tensor([-math.inf] * 4 + [0.0, 0.0, -math.inf, -math.inf])
+    config = RouterConfig(scoring="sigmoid", groups=2, topk_groups=1)
+    ids_TK, weights_TK = route(logits_TE, config, 3, bias_E)
+    assert ids_TK.tolist() == [[4, 5, 6]]
+    assert weights_TK[0].tolist() == pytest.approx([1 / 3] * 3)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_nan_logit_shows_in_all_weights_of_its_token(scoring, renormalize, groups):
+    """Wherever it stands: also on an expert that would not be chosen. Other tokens are as without it."""
+    config = RouterConfig(scoring=scoring, renormalize=renormalize, groups=groups)
+    logits_TE = torch.randn(7, 6, generator=torch.Generator().manual_seed(5))
+    whole = route(logits_TE, config, 2)
+    logits_TE[:6].fill_diagonal_(math.nan)
+    ids_TK, weights_TK = route(logits_TE, config, 2)
+    assert weights_TK[:6].isnan().all()
+    assert all(len({*row} & {*range(6)}) == 2 for row in ids_TK.tolist())
+    assert torch.equal(ids_TK[6], whole[0][6])
+    assert torch.equal(weights_TK[6], whole[1][6])
+
+
+def test_a_nan_bias_shows_in_all_weights():
+    bias_E = torch.tensor([0.0, math.nan, 0.0, 0.0])
+    _, weights_TK = route(torch.zeros(2, 4), RouterConfig(scoring="sigmoid"), 2, bias_E)
+    assert weights_TK.isnan().all()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_softmax_without_a_bias_orders_by_logits(groups):
+    """The probabilities of these experts round to the same number, or to zero."""
+    config = RouterConfig(groups=groups, topk_groups=groups)
+    near_TE = torch.tensor([[0.0, 1e-9, 2e-9, 3e-9], [0.0, -300.0, -200.0, -150.0]])
+    assert route(near_TE, config, 2)[0].tolist() == [[3, 2], [0, 3]]
+
+
+def test_weights_that_all_underflow_stay_zero():
+    """A bias may choose experts whose probability is no number of float32: 0 / 0 would be NaN from finite logits."""
+    logits_TE = torch.tensor([[200.0, 0.0, 0.0, 0.0]])
+    ids_TK, weights_TK = route(logits_TE, RouterConfig(), 2, torch.tensor([0.0, 5.0, 5.0, 0.0]))
+    assert ids_TK.tolist() == [[1, 2]]
+    assert weights_TK.tolist() == [[0.0, 0.0]]
+
+
 def test_ties_go_to_the_lowest_id():
     assert stable_topk(torch.tensor([[1.0, 2.0, 2.0, 2.0, 1.0]]), 4).tolist() == [[1, 2, 3, 0]]
 
@@ -125,6 +173,14 @@ def test_ties_go_to_the_lowest_id():
         ({"groups": 2, "topk_groups": 3}, 4, "topk_groups=3"),
         ({"groups": 3, "topk_groups": 1}, 4, "experts=4 .* groups=3"),
         ({"groups": 4, "topk_groups": 1}, 4, "topk=2 is more than the 1"),
+        ({"groups": 2.0}, 4, "groups=2.0: give a whole number"),
+        ({"groups": True}, 4, "groups=True: give a whole number"),
+        ({"groups": 2, "topk_groups": True}, 4, "topk_groups=True: give a whole number"),
+        ({"topk_groups": 0}, 4, "topk_groups=0: give a whole number of at least 1"),
+        ({"scale": math.nan}, 4, "scale=nan: give a finite number"),
+        ({"scale": math.inf}, 4, "scale=inf: give a finite number"),
+        ({"scale": True}, 4, "scale=True: give a finite number"),
+        ({"scale": "2.5"}, 4, "scale='2.5': give a finite number"),
     ],
 )
 def test_bad_configurations_are_named(config, experts, message):

@@ -3,7 +3,7 @@
 K rounds of two 32-bit reductions each (a warp reduces int32 in one instruction): the maximum of an order-preserving
 integer of the score, then the lowest id that has it. Weights are recomputed from the K chosen logits at the end, which
 needs no reduction over experts. Softmax compares logits: the order of the probabilities, without their rounding. NaN
-sorts below everything, so ids stay inside [0, E).
+sorts above everything, as in torch, so the first round sees whether a token has one: its weights are all NaN then.
 
 Worked on the toy: token 1 has logits (-9, 1.0986, 0, -9). The keys order the experts 1, 2, 0, 3 (0 before 3: a tie);
 ids (1, 2); softmax over the two is (0.75, 0.25).
@@ -56,30 +56,39 @@ def compile_time_rule(config: RouterConfig, experts: int, topk: int, has_bias: b
 
 
 LOWEST = tl.constexpr(-2147483648)
+NAN_KEY = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def order_key(score):
-    """An int32 that orders like the score, and above LOWEST: 1.0 > 0.5 > 0.0 = -0.0 > -1.0 > -inf > NaN."""
+    """An int32 that orders like the score, and above LOWEST: NaN > inf > 1.0 > 0.5 > 0.0 = -0.0 > -1.0 > -inf."""
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
     bits = score.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where(score == score, ordered, -2147483647)
+    return tl.where(score == score, ordered, NAN_KEY)
+
+
+@triton.jit
+def score_of_key(key):
+    """The score again; the bits of NAN_KEY are themselves a NaN."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def open_groups(
     choice, mask, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr
 ):
-    """[BLOCK_G] true for the best TOPK_GROUPS groups. Groups (3, 1), (2, 2.5): sums 4 and 4.5."""
+    """[BLOCK_G] true for the best TOPK_GROUPS groups. Groups (3, 1), (2, 2.5): sums 4 and 4.5.
+
+    A group with a NaN sums to NaN, so it is opened and its NaN is found.
+    """
     lanes = tl.broadcast_to(tl.arange(0, choice.shape[1])[None, :], choice.shape)
-    scored = tl.where(mask & (choice == choice), choice, float("-inf"))
+    scored = tl.where(mask, order_key(choice), LOWEST)
     first = tl.max(scored, axis=1)
     first_lane = tl.min(tl.where(scored == first[:, None], lanes, choice.shape[1]), axis=1)
-    rest = tl.where(lanes == first_lane[:, None], float("-inf"), scored)
-    second = tl.max(rest, axis=1)
+    second = tl.max(tl.where(lanes == first_lane[:, None], LOWEST, scored), axis=1)
     # a group of one expert scores that expert alone
-    total = first + tl.where(tl.sum(mask.to(tl.int32), axis=1) > 1, second, 0.0)
+    total = score_of_key(first) + tl.where(second == LOWEST, 0.0, score_of_key(second))
     offs_g = tl.arange(0, BLOCK_G)
     key = tl.where(offs_g < GROUPS, order_key(total), LOWEST)
     opened = offs_g < 0
@@ -109,7 +118,7 @@ def select_experts(
 ):
     """ids [BLOCK_K] int32 and weights [BLOCK_K] float32 of one token's logits; (1, 2) and (0.75, 0.25) for token 1.
 
-    Lanes at and after K hold id -1, weight 0. Nothing is read when `live` is false.
+    Lanes at and after K hold id -1 and nothing of worth. Nothing is read when `live` is false.
     """
     offs_g = tl.arange(0, BLOCK_G)[:, None]
     offs_p = tl.arange(0, BLOCK_P)[None, :]
@@ -132,11 +141,14 @@ def select_experts(
     if GROUPS > 1:
         # experts of closed groups leave the race, they do not merely score low
         mask = mask & open_groups(choice, mask, GROUPS, TOPK_GROUPS, BLOCK_G)[:, None]
-    key = tl.where(mask, order_key(choice), LOWEST)
+    rank = choice if SIGMOID or HAS_BIAS else logits
+    key = tl.where(mask, order_key(rank), LOWEST)
     offs_k = tl.arange(0, BLOCK_K)
     ids = tl.full([BLOCK_K], -1, tl.int32)
     for k in tl.static_range(K):
         best = tl.max(tl.max(key, axis=1), axis=0)
+        if k == 0:
+            broken = best == NAN_KEY
         best_id = tl.min(tl.min(tl.where(key == best, expert, E), axis=1), axis=0)
         ids = tl.where(offs_k == k, best_id, ids)
         key = tl.where(expert == best_id, LOWEST, key)
@@ -144,8 +156,8 @@ def select_experts(
     weights = tl.sigmoid(chosen) if SIGMOID else tl.exp(chosen - top_logit) / total
     weights = tl.where(offs_k < K, weights, 0.0)
     if RENORM:
-        weights = weights / (tl.sum(weights, axis=0) + (1e-20 if SIGMOID else 0.0))
-    return ids, weights * SCALE
+        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    return ids, tl.where(broken, float("nan"), weights * SCALE)
 
 
 @triton.jit
@@ -197,31 +209,29 @@ def route_tokens(
     topk: int,
     config: RouterConfig,
     bias_E: Tensor | None = None,
-    *,
-    out: tuple[Tensor, Tensor] | None = None,
-    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of every token.
+    """Choose the experts of every token, by the rules of `epmoe.core.routing.route`.
 
     Args:
         logits_TE: [T, E] float32, bfloat16 or float16; computed in float32. Rows may be strided.
         topk: K, at most 32.
         config: softmax or sigmoid, groups, renormalisation, scale.
         bias_E: [E] float32, steers the choice only.
-        out: (ids, weights) to write into.
 
     Returns:
         topk_ids_TK int32, best first (lowest id first among equals), and topk_weights_TK float32.
+
+    Raises:
+        InputError: sizes, shapes, dtypes or strides that the kernel does not take.
     """
     check_logits(logits_TE, bias_E)
     tokens, experts = logits_TE.shape
     check_router(config, experts, topk)
-    if out is None:
-        ids_TK = torch.empty((tokens, topk), dtype=torch.int32, device=logits_TE.device)
-        out = ids_TK, torch.empty_like(ids_TK, dtype=torch.float32)
+    ids_TK = torch.empty((tokens, topk), dtype=torch.int32, device=logits_TE.device)
+    weights_TK = torch.empty_like(ids_TK, dtype=torch.float32)
     bias = logits_TE if bias_E is None else bias_E
     launch(
-        _route_kernel, (tokens,), logits_TE, bias, *out, logits_TE.stride(0),
-        **compile_time_rule(config, experts, topk, bias_E is not None), num_warps=1, pdl=pdl,
+        _route_kernel, (tokens,), logits_TE, bias, ids_TK, weights_TK, logits_TE.stride(0),
+        **compile_time_rule(config, experts, topk, bias_E is not None), num_warps=1,
     )  # fmt: skip
-    return out
+    return ids_TK, weights_TK
