@@ -258,15 +258,15 @@ for expert, first, end, total in tiles.tiles.tolist():
 # to allocate it: each active expert rounds up once.
 
 # %%
-for slots, experts, block_m in (
+for slots, experts, tile_rows in (
     (8, 2, 16),
     (17, 9, 16),
     (4 * 8 * 8, 72, 16),
     (4 * 2048 * 8, 72, 128),
 ):
-    most = kernels.max_tiles(slots, experts, block_m)
+    most = kernels.max_tiles(slots, experts, tile_rows)
     print(
-        f"{slots:6,} slots, {experts:2} experts, tiles of {block_m:3} rows: at most {most:5,} tiles"
+        f"{slots:6,} slots, {experts:2} experts, tiles of {tile_rows:3} rows: at most {most:5,} tiles"
     )
 
 # %% [markdown]

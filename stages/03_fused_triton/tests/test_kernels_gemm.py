@@ -60,7 +60,7 @@ def run_owner(recv, w13, w2, ranks, config, down_config=None, rows_dtype=torch.f
     ret = torch.full((*recv.shape[:2], hidden), float("nan"), device=DEVICE)
     kn.gate_up(rows, w13, tiles, h_NI, config, ranks=ranks, scratch=rows_NH)
     kn.down(rows, h_NI, w2, tiles, rows_NH, down_config or config, ranks=ranks)
-    kn.reduce_slots(rows.slots_RJ, rows_NH, experts, ret)
+    kn.reduce_slots(rows.slots_RJ, rows_NH, experts, ret.view(-1, hidden))
     return ret
 
 
@@ -229,7 +229,7 @@ def test_gemm_buffers_are_refused_by_name():
         kn.gate_up(rows, w13.float(), tiles, h, SMALL)
     with pytest.raises(InputError, match=r"h has shape \(4, 8\): expected \(4, 16\)"):
         kn.gate_up(rows, w13, tiles, h[:, :8].contiguous(), SMALL)
-    with pytest.raises(InputError, match="block_m=16, the config 32"):
+    with pytest.raises(InputError, match="tile_rows=16, the config 32"):
         kn.gate_up(rows, w13, tiles, h, replace(SMALL, block_m=32))
     with pytest.raises(InputError, match="1 experts, the weights hold 2"):
         kn.gate_up(rows, w13.repeat(2, 1, 1), tiles, h, SMALL)
@@ -254,15 +254,15 @@ def test_chosen_tiles_fit_shared_memory(limit, itemsize, rows, tma):
         )
         assert chosen.gate_up.shared_bytes(2, itemsize) <= limit
         assert chosen.down.shared_bytes(1, itemsize) <= limit
-        assert chosen.gate_up.tile_rows == chosen.down.tile_rows == chosen.block_m
+        assert chosen.gate_up.tile_rows == chosen.down.tile_rows == chosen.tile_rows
         assert tma or not (chosen.gate_up.tma or chosen.gate_up.tma_rows or chosen.down.tma)
 
 
 def test_rows_that_waste_fewer_decide_the_tile():
     shape = {"hidden": 4096, "intermediate": 2048, "local_experts": 72, "itemsize": 2}
     limits = kn.DeviceLimits(232448, tma=True)
-    assert kn.choose(limits, rows=227 * 72, **shape).block_m == 128  # 256 computed, not 384
-    assert kn.choose(limits, rows=910 * 72, **shape).block_m == 192  # 960 computed, not 1024
+    assert kn.choose(limits, rows=227 * 72, **shape).tile_rows == 128  # 256 computed, not 384
+    assert kn.choose(limits, rows=910 * 72, **shape).tile_rows == 192  # 960 computed, not 1024
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -276,7 +276,7 @@ def test_tuner_space_fits_and_is_not_empty(limit):
 def test_configs_refuse_what_cannot_run():
     with pytest.raises(InputError, match="block_n=48"):
         kn.GemmConfig(block_n=48)
-    with pytest.raises(InputError, match=r"gate_up\.block_m=16"):
+    with pytest.raises(InputError, match=r"gate_up\.tile_rows=16"):
         kn.LayerConfig(kn.GemmConfig(16), kn.GemmConfig(32))
     with pytest.raises(InputError, match="shared_memory=1024"):
         kn.DeviceLimits(1024)

@@ -41,7 +41,7 @@ def check_tiles(tiles, experts):
     want = [
         [e, start, offsets[e + 1]]
         for e in range(experts)
-        for start in range(offsets[e], offsets[e + 1], tiles.block_m)
+        for start in range(offsets[e], offsets[e + 1], tiles.tile_rows)
     ]
     assert tiles.tiles[: tiles.num_tiles.item(), :3].tolist() == want
     assert len(want) <= tiles.tiles.shape[0]

@@ -13,7 +13,6 @@ from epmoe.core.split import Experts, Rows
 from epmoe.core.weights import ExpertWeights
 from epmoe.core.workspace import Workspace
 from epmoe.fused_triton import fusions, kernels, twins, work_list
-from epmoe.fused_triton.kernels._launch import pdl_supported
 from epmoe.fused_triton.tuning import Choice, Tuning
 
 
@@ -33,12 +32,14 @@ class TritonExperts(Experts):
         # of rows that everybody gets, one in EP is likely to be for this rank; any number is right
         self.ranks = spec.group.size if self.static else 1
         self.fusions = fusions.of(spec)
-        self.pdl = "overlap" in self.fusions and pdl_supported(spec.device)
+        self.pdl = "overlap" in self.fusions and kernels.pdl_supported(spec.device)
         self.exact = bool(spec.options.get("batch_invariant", False))
         self.tuning = Tuning.of(spec, self.exact)
         self._most = spec.group.size * spec.max_tokens_per_rank * spec.shape.topk
         self._most_experts = max(spec.placement.counts())  # the same buffer on every rank
-        self._work_list(self._most, rows=16)  # buffers are made now, outside of any graph capture
+        self._work_list(
+            self._most, tile_rows=16
+        )  # buffers are made now, outside of any graph capture
         self._intermediates(self._most)
 
     # --8<-- [start:experts]
@@ -46,7 +47,7 @@ class TritonExperts(Experts):
         """See `Experts`. Rows without a slot are never read."""
         weights, slots = self.weights, rows.slots_RJ.numel()
         config = self._choice(slots).config
-        tiles = self._group(rows, config.block_m)
+        tiles = self._group(rows, config.tile_rows)
         if "gather" not in self.fusions:
             rows = kernels.prepare_rows(rows, weights.experts, pdl=self.pdl)
         h_NI, wide_NH = self._intermediates(slots)
@@ -57,7 +58,7 @@ class TritonExperts(Experts):
         kernels.gate_up(rows, weights.w13_E2IH, tiles, h_NI, config.gate_up, scratch=wide_NH, **how)
         kernels.down(rows, h_NI, weights.w2_EHI, tiles, f_NH, config.down, **how)
         # tiles that the list does not name exit at once
-        ledger.record_rows(lambda: int(tiles.num_tiles) * tiles.block_m)
+        ledger.record_rows(lambda: int(tiles.num_tiles) * tiles.tile_rows)
         return self._reduce(rows, f_NH)
 
     # --8<-- [end:experts]
@@ -67,8 +68,8 @@ class TritonExperts(Experts):
         tokens = slots // (self.ranks * self.spec.shape.topk)
         return self.tuning.choice(tokens if self.static else 1 << max(tokens - 1, 0).bit_length())
 
-    def _group(self, rows: Rows, block_m: int) -> kernels.ExpertTiles:
-        tiles = self._work_list(rows.slots_RJ.numel(), block_m)
+    def _group(self, rows: Rows, tile_rows: int) -> kernels.ExpertTiles:
+        tiles = self._work_list(rows.slots_RJ.numel(), tile_rows)
         if "metadata" in self.fusions:
             kernels.group_slots(rows.slots_RJ, self.weights.experts, tiles, pdl=self.pdl)
         else:
@@ -82,12 +83,12 @@ class TritonExperts(Experts):
         kernels.reduce_slots(rows.slots_RJ, f_NH, self.weights.experts, y_RH, pdl=self.pdl)
         return y_RH
 
-    def _work_list(self, slots: int, rows: int) -> kernels.ExpertTiles:
+    def _work_list(self, slots: int, tile_rows: int) -> kernels.ExpertTiles:
         """For tiles of as many rows, at the front of the workspace's buffer."""
         experts, device = self.weights.experts, self.weights.device
         size = (work_list.words(self._most, self._most_experts),)
         layout = work_list.Layout(self.workspace.buffer("tiles", size, torch.int32, device))
-        return kernels.make_tiles(slots, experts, rows, device, layout)
+        return kernels.make_tiles(slots, experts, tile_rows, device, layout)
 
     def _intermediates(self, slots: int) -> tuple[Tensor, Tensor]:
         """h_NI activations and f_NH float32: the first rows of the workspace's buffers."""

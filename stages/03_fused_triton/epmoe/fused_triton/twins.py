@@ -45,14 +45,14 @@ def group_slots(slots_RJ: Tensor, experts: int, out: "ExpertTiles") -> None:
         out.num_tiles.zero_()
         return
     begin_E, end_E = out.offsets[:-1], out.offsets[1:]
-    ends_E = ((end_E - begin_E + out.block_m - 1) // out.block_m).cumsum(0)
+    ends_E = ((end_E - begin_E + out.tile_rows - 1) // out.tile_rows).cumsum(0)
     out.num_tiles.copy_(ends_E[-1:])
     out.tiles[:, 3] = ends_E[-1]
     tile = torch.arange(len(out.tiles), device=flat_N.device)
     expert = torch.searchsorted(ends_E, tile, right=True).clamp(max=experts - 1)
-    first = ends_E[expert] - (end_E - begin_E + out.block_m - 1)[expert] // out.block_m
+    first = ends_E[expert] - (end_E - begin_E + out.tile_rows - 1)[expert] // out.tile_rows
     out.tiles[:, 0] = expert
-    out.tiles[:, 1] = begin_E[expert] + (tile - first) * out.block_m
+    out.tiles[:, 1] = begin_E[expert] + (tile - first) * out.tile_rows
     out.tiles[:, 2] = end_E[expert]
 
 

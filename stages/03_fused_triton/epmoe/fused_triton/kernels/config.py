@@ -75,7 +75,7 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The two GEMMs of a layer. They share one list of row tiles, so block_m is the same in both."""
+    """The two GEMMs of a layer. They share one list of row tiles, so a tile has as many rows in both."""
 
     gate_up: GemmConfig
     down: GemmConfig
@@ -83,11 +83,12 @@ class LayerConfig:
     def __post_init__(self):
         need(
             self.gate_up.tile_rows == self.down.tile_rows,
-            f"gate_up.block_m={self.gate_up.tile_rows} but down.block_m={self.down.tile_rows}: use one value",
+            f"gate_up.tile_rows={self.gate_up.tile_rows} but down.tile_rows={self.down.tile_rows} "
+            "(block_m + block_r): use one value",
         )
 
     @property
-    def block_m(self) -> int:
+    def tile_rows(self) -> int:
         """Rows of a tile: what the tile list is made with."""
         return self.gate_up.tile_rows
 

@@ -21,8 +21,8 @@ def _programs(
     """Programs to start: for every tile that a fair share of the rows can need; the kernel's loop takes the rest."""
     slots = tiles.sorted_slots.shape[0]
     share = -(-slots // max(1, ranks))
-    likely = max_tiles(share + share // 4, local_experts, tiles.block_m)
-    items = min(max_tiles(slots, local_experts, tiles.block_m), max(1, likely)) * columns
+    likely = max_tiles(share + share // 4, local_experts, tiles.tile_rows)
+    items = min(max_tiles(slots, local_experts, tiles.tile_rows), max(1, likely)) * columns
     if config.waves == 0:
         return items
     return min(items, config.waves * multiprocessors(tiles.offsets.device))
@@ -124,8 +124,8 @@ def down(
 def _check_gemm(tiles: ExpertTiles, config: GemmConfig, experts: int, **tensors: Tensor) -> None:
     need_contiguous(**tensors)
     need(
-        tiles.block_m == config.tile_rows,
-        f"the tile list has block_m={tiles.block_m}, the config {config.tile_rows}: use one value",
+        tiles.tile_rows == config.tile_rows,
+        f"the tile list has tile_rows={tiles.tile_rows}, the config {config.tile_rows}: use one value",
     )
     need(
         tiles.offsets.shape[0] == experts + 1,

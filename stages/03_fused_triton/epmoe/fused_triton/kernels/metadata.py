@@ -39,7 +39,7 @@ class ExpertTiles:
         sorted_slots: [N] int32, slots in expert-major order; slots without a local expert come last.
         tiles: [max_tiles, 4] int32 (expert, first position, end of the expert's positions, num_tiles).
         num_tiles: [1] int32; from there on only the last number of an entry is defined.
-        block_m: rows of a tile.
+        tile_rows: rows of a tile.
         counts: [blocks, bins] int32 scratch of the large path.
     """
 
@@ -47,17 +47,17 @@ class ExpertTiles:
     sorted_slots: Tensor
     tiles: Tensor
     num_tiles: Tensor
-    block_m: int
+    tile_rows: int
     counts: Tensor
 
 
-def max_tiles(slots: int, local_experts: int, block_m: int) -> int:
+def max_tiles(slots: int, local_experts: int, tile_rows: int) -> int:
     """The most tiles that `slots` assignments can need, each active expert rounding up once.
 
     17 slots on 9 experts, tiles of 16 rows: 9 (eight experts with one slot, one with nine).
     """
     active = min(slots, local_experts)
-    return min(slots, (slots + active * (block_m - 1)) // block_m)
+    return min(slots, (slots + active * (tile_rows - 1)) // tile_rows)
 
 
 def _block(slots: int) -> int:
@@ -70,7 +70,7 @@ def _bins(local_experts: int) -> int:
 
 
 def make_tiles(
-    slots: int, local_experts: int, block_m: int, device: torch.device | str, empty=torch.empty
+    slots: int, local_experts: int, tile_rows: int, device: torch.device | str, empty=torch.empty
 ) -> ExpertTiles:
     """The work list for `slots` = R * K received slots, allocated by `empty`, with the arguments of `torch.empty`."""
     need(
@@ -86,9 +86,9 @@ def make_tiles(
     return ExpertTiles(
         offsets=ints(local_experts + 1),
         sorted_slots=ints(slots),
-        tiles=ints(max(1, max_tiles(slots, local_experts, block_m)), 4),
+        tiles=ints(max(1, max_tiles(slots, local_experts, tile_rows)), 4),
         num_tiles=ints(1),
-        block_m=block_m,
+        tile_rows=tile_rows,
         counts=ints(blocks, _bins(local_experts)),
     )
 
@@ -138,7 +138,7 @@ def write_tiles(
 
 
 # --8<-- [start:group]
-@triton.jit
+@triton.jit(do_not_specialize=["PROGRAMS", "max_entries"])
 def _group_kernel(
     ids_ptr, offsets_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr, N, PROGRAMS, max_entries,
     E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr,
@@ -192,7 +192,7 @@ def _count_kernel(
     tl.store(counts_ptr + tl.program_id(0) * BINS + offs_e, counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["BLOCKS", "max_entries"])
 def _place_kernel(
     ids_ptr, counts_ptr, offsets_ptr, sorted_ptr, tiles_ptr, num_tiles_ptr, N, BLOCKS, max_entries,
     E_LOCAL: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, BINS: tl.constexpr,
@@ -238,7 +238,7 @@ def group_slots(
     Args:
         slots_RJ: [R, J] int32 local experts, rows any stride apart; ids outside [0, local_experts) count as -1.
         local_experts: E_local.
-        out: from `make_tiles(R * J, local_experts, block_m, device)`.
+        out: from `make_tiles(R * J, local_experts, tile_rows, device)`.
     """
     need_dtype("slots", slots_RJ, torch.int32)
     slots = slots_RJ.numel()
@@ -270,7 +270,7 @@ def _group_few(
     # ids lie far apart (a row each): many loads at once, since a loop would wait for each round
     launch(
         _group_kernel, (programs + 1,), slots_RJ, out.offsets, out.sorted_slots, out.tiles, out.num_tiles,
-        slots, programs, out.tiles.shape[0], **_id_places(slots_RJ, local_experts), BLOCK_M=out.block_m, BLOCK_S=16,
+        slots, programs, out.tiles.shape[0], **_id_places(slots_RJ, local_experts), BLOCK_M=out.tile_rows, BLOCK_S=16,
         BLOCK_N=power_of_two(min(slots, 2048), 16), BLOCK_C=power_of_two(min(slots, 4096), 16), MOST=SMALL_SLOTS,
         num_warps=4 if slots <= 512 else 8, pdl=pdl,
     )  # fmt: skip
@@ -287,6 +287,6 @@ def _group_many(
     )  # fmt: skip
     launch(
         _place_kernel, (blocks,), slots_RJ, out.counts, out.offsets, out.sorted_slots, out.tiles, out.num_tiles,
-        slots, blocks, out.tiles.shape[0], **ids, BLOCK_M=out.block_m, BLOCK=block,
+        slots, blocks, out.tiles.shape[0], **ids, BLOCK_M=out.tile_rows, BLOCK=block,
         SUB=min(block, max(16, lanes)), ROWS=lanes, num_warps=8, pdl=pdl,
     )  # fmt: skip
