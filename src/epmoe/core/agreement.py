@@ -26,7 +26,7 @@ def agree(group: EPGroup, fingerprint: Mapping[str, object], problem: InputError
     everyone = group.all_gather_objects((problem, dict(fingerprint)))
     for rank, (theirs, _) in enumerate(everyone):
         if theirs is not None:
-            raise type(theirs)(f"rank {rank}: {theirs}")
+            raise type(theirs)(f"rank {rank}: {theirs}") from problem
     _compare([prints for _, prints in everyone])
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from epmoe.core import choosing, registry
+from epmoe.core.capabilities import Wishes
 from epmoe.core.errors import CapacityError, InputError, UnsupportedError
-from epmoe.core.placement import gone_ranks
+from epmoe.core.placement import Placement, gone_ranks
+from epmoe.core.shape import MoEShape
 from epmoe.core.values import is_whole
 from epmoe.core.weights import ExpertWeights
 
@@ -21,9 +23,8 @@ if TYPE_CHECKING:
 
 def check_spec(spec: "LayerSpec") -> None:
     """Raise InputError where shape, placement, weights, group, capacity and stage do not fit."""
+    _check_kinds(spec)
     shape, weights, placement = spec.shape, spec.weights, spec.placement
-    if not isinstance(weights, ExpertWeights):
-        raise InputError(f"weights={weights!r}: give an ExpertWeights of this rank's experts")
     if placement.ranks != spec.group.size or placement.experts != shape.experts:
         raise InputError(
             f"placement maps {placement.experts} experts on {placement.ranks} ranks: "
@@ -47,6 +48,33 @@ def check_spec(spec: "LayerSpec") -> None:
         raise InputError(f"lost={spec.lost!r}: choose 'drop' or 'renormalise'")
     if spec.stage != choosing.AUTO:
         _check_stage(spec)
+
+
+_KINDS = {
+    "shape": (MoEShape, "a MoEShape, such as SHAPES['tiny'] of epmoe.core.shape"),
+    "weights": (ExpertWeights, "an ExpertWeights of this rank's experts"),
+    "placement": (
+        Placement,
+        "a Placement, such as epmoe.core.placement.contiguous(experts, ranks)",
+    ),
+    "wishes": (Wishes, "an epmoe.core.capabilities.Wishes"),
+    "check": (bool, "True or False"),
+}
+
+
+def _check_kinds(spec: "LayerSpec") -> None:
+    for name, (kind, words) in _KINDS.items():
+        value = getattr(spec, name)
+        if not isinstance(value, kind):
+            raise InputError(f"{name}={value!r:.80}: give {words}")
+
+
+def fingerprint_of(spec: "LayerSpec") -> dict[str, object]:
+    """What must be the same on all ranks of a layer that passed `check_spec`."""
+    same = ("stage", "shape", "placement", "dtype", "max_tokens_per_rank")
+    same = (*same, "check", "overflow", "lost", "wishes")
+    options = sorted((name, repr(value)) for name, value in spec.options.items())
+    return {**{name: getattr(spec, name) for name in same}, "options": options}
 
 
 def ranks_to_mask(spec: "LayerSpec", gone: Iterable[int], capturing: bool) -> tuple[int, ...]:

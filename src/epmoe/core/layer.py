@@ -25,6 +25,7 @@ from epmoe.core.capabilities import Capabilities, Wishes
 from epmoe.core.checks import (
     bad_id,
     check_spec,
+    fingerprint_of,
     problem_with_call,
     problem_with_logits,
     ranks_to_mask,
@@ -255,9 +256,11 @@ def build(
     Raises:
         InputError: the same on every rank, before any data moves.
     """
-    check = os.environ.get("EPMOE_CHECK") == "1" if check is None else check
-    wishes = wishes or Wishes()
-    spec, problem = None, None
+    if not isinstance(group, EPGroup):  # nobody to tell
+        raise InputError(
+            f"group={group!r:.80}: give an EPGroup, such as epmoe.core.groups.single()"
+        )
+    spec, fingerprint, problem = None, {}, None
     try:
         spec = LayerSpec(
             stage=stage if stage == choosing.AUTO else registry.resolve(stage),
@@ -266,27 +269,19 @@ def build(
             placement=placement,
             group=group,
             max_tokens_per_rank=max_tokens_per_rank,
-            check=check,
-            overflow=overflow or choosing.overflow_of(stage),
+            check=os.environ.get("EPMOE_CHECK") == "1" if check is None else check,
+            overflow=choosing.overflow_of(stage) if overflow is None else overflow,
             lost=lost,
             options=options,
-            wishes=wishes,
+            wishes=Wishes() if wishes is None else wishes,
         )
         check_spec(spec)
+        fingerprint = fingerprint_of(spec)
     except InputError as error:
         problem = error
-    fingerprint = {
-        "stage": spec.stage if spec else stage,
-        "shape": shape,
-        "placement": placement,
-        "dtype": getattr(weights, "dtype", None),
-        "max_tokens_per_rank": max_tokens_per_rank,
-        "check": check,
-        "overflow": overflow,
-        "lost": lost,
-        "options": sorted((name, repr(value)) for name, value in options.items()),
-        "wishes": wishes,
-    }
+    except Exception as error:  # raised here alone, it would leave the other ranks waiting
+        problem = InputError(f"the layer cannot be built: {error!r}")
+        problem.__cause__ = error
     agree(group, fingerprint, problem)
     assert spec is not None
     if spec.stage == choosing.AUTO:
