@@ -1,5 +1,6 @@
 """Arguments that are no arguments: the same words on every rank, whichever way a layer takes inside."""
 
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from epmoe.core.loopback import LoopbackGroup
 from epmoe.core.placement import contiguous
 from epmoe.core.routing import route
 from epmoe.core.shape import MoEShape
-from epmoe.core.weights import random_weights
+from epmoe.core.weights import ExpertWeights, random_weights
 
 SHAPE = MoEShape(hidden=8, intermediate=6, experts=4, topk=2)
 X_TH = torch.ones(5, 8)
@@ -102,6 +103,68 @@ def test_builds_of_things_that_are_none(name):
     placed = {"placement": contiguous(4, 1), "group": groups.single()}
     with pytest.raises(InputError, match=words):
         build(shape=SHAPE, **placed, **(given | changes))
+
+
+class Spoilt(ExpertWeights):
+    """Weights that raise what no check has foreseen."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        raise ZeroDivisionError("no dtype")
+
+
+ALONE = {  # what only the last rank gives to `build`, and what all hear
+    "placement": ({"placement": None}, "placement=None: give a Placement"),
+    "map": ({"placement": [0, 0, 1, 1]}, r"placement=\[0, 0, 1, 1\]: give a Placement"),
+    "shape": ({"shape": "tiny"}, "shape='tiny': give a MoEShape"),
+    "wishes": ({"wishes": {"maskable": True}}, r"wishes=\{'maskable': True\}: give an epmoe"),
+    "no wishes": ({"wishes": {}}, r"wishes=\{\}: give an epmoe"),
+    "check": ({"check": "false"}, "check='false': give True or False"),
+    "not to be sent": ({"placement": lambda: None}, "placement=<function .*: give a Placement"),
+    "unforeseen": ({"weights": "spoilt"}, r"cannot be built: ZeroDivisionError\('no dtype'\)"),
+    "ring": ({"stage": "fused_capacity+loop", "ring": "false"}, "ring='false': give True or False"),
+    "invariant": (
+        {"stage": "03", "batch_invariant": "false"},
+        "batch_invariant='false': give True or False",
+    ),
+}
+
+
+def built_with(group, name: str) -> str:
+    changes = dict(ALONE[name][0]) if group.rank == group.size - 1 else {}
+    placed = contiguous(4, group.size)
+    weights = random_weights(SHAPE, placed.experts_of(group.rank))
+    if changes.get("weights") == "spoilt":
+        changes["weights"] = Spoilt(weights.w13_E2IH, weights.w2_EHI)
+    given = {"stage": "02", "shape": SHAPE, "weights": weights, "placement": placed}
+    try:
+        return f"no error: {build(group=group, max_tokens_per_rank=8, **{**given, **changes})}"
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_all_ranks_hear_what_one_cannot_build(pool, name):
+    """The others would wait for it in their first exchange."""
+    first, second = pool.run(built_with, name, ranks=2)
+    assert first == second
+    assert re.match(f"rank 1: .*{ALONE[name][1]}", first), first
+
+
+def test_without_a_group_there_is_nobody_to_tell():
+    with pytest.raises(InputError, match="group=None: give an EPGroup"):
+        build("02", SHAPE, random_weights(SHAPE, range(4)), contiguous(4, 1), None, 8)  # pyright: ignore
+
+
+def test_a_switch_that_is_off_is_off():
+    layer = layer_of(stage="03", batch_invariant=False, ring=False)
+    assert not layer.capabilities.batch_invariant
+    assert layer_of(stage="03", batch_invariant=True).capabilities.batch_invariant
+
+
+def test_a_chosen_stage_has_switches_too():
+    with pytest.raises(InputError, match="fused_triton: batch_invariant=1: give True or False"):
+        layer_of(stage="auto", batch_invariant=1)
 
 
 def test_a_mask_is_a_collection():

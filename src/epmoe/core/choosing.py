@@ -164,10 +164,9 @@ def judge(spec: Spec, stages: Candidates) -> dict[str, Verdict]:
 
 def reasons_against(stage: Stage, spec: Spec, options: Mapping[str, object]) -> list[str]:
     """Why a layer of this stage, built with `options`, cannot serve `spec`; empty when it can."""
-    unknown = sorted(set(options) - set(stage.options))
     can = stage.capabilities_with(options)
     return [
-        *(f"has no option {name}" for name in unknown),
+        *stage.problems_with(options),
         *can.reasons_against(spec),
         *_options_missed(stage, can, spec),
         *_too_much_memory(stage, spec),

@@ -42,6 +42,7 @@ def compose(exchange: ExchangePart, experts: ExpertsPart, summary: str | None = 
         capabilities=combined(exchange.capabilities, experts.capabilities),
         factory=partial(SplitLayer, exchange=exchange, experts=experts),
         options=_options(exchange, experts),
+        switches=tuple({**dict.fromkeys(exchange.switches), **dict.fromkeys(experts.switches)}),
         overflow=exchange.overflow,
         tuner=experts.tuner,
         memory=_memory(exchange, experts),

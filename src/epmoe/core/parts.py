@@ -35,6 +35,7 @@ class ExchangePart:
         delivers: what it promises of the rows.
         factory: makes it from a checked spec and the layer's workspace, outside of any graph capture.
         options: names of the keyword options of `build` that it reads from `spec.options`, with their meaning.
+        switches: those of them that are True or False.
         overflow: what calls with more than max_tokens_per_rank tokens do by default, "raise" or "rounds".
         memory: bytes of its buffers for layers of a size, with the default options; None where nobody worked them out.
         grants: capability -> the options that switch it on.
@@ -46,6 +47,7 @@ class ExchangePart:
     delivers: Delivers
     factory: "Callable[[LayerSpec, Workspace], Exchange[Any]]"
     options: Mapping[str, str] = field(default_factory=dict)
+    switches: tuple[str, ...] = ()
     overflow: str = "raise"
     memory: "Callable[[LayerSize], Memory] | None" = None
     grants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class ExpertsPart:
         capabilities: of the experts alone; they see neither transport nor placement, which do not count.
         accepts: which deliveries they can work with.
         factory: makes them from a checked spec, the layer's workspace and what will be delivered.
-        options, grants: as in `ExchangePart`.
+        options, switches, grants: as in `ExchangePart`.
         memory: as in `ExchangePart`, given also what will be delivered.
         tuner: measures configurations for `epmoe tune`, or None where there is nothing to tune.
     """
@@ -72,6 +74,7 @@ class ExpertsPart:
     accepts: Accepts = field(default_factory=Accepts)
     factory: "Callable[[LayerSpec, Workspace, Delivers], Experts]"
     options: Mapping[str, str] = field(default_factory=dict)
+    switches: tuple[str, ...] = ()
     memory: "Callable[[LayerSize, Delivers], Memory] | None" = None
     grants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     tuner: "Tuner | None" = None

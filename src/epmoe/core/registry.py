@@ -38,6 +38,7 @@ class Stage:
         capabilities: what it declares; `build` refuses everything else with the reasons.
         factory: makes the layer from a checked spec.
         options: names of the keyword options that `build` passes on, with their meaning.
+        switches: those of them that are True or False.
         tuner: measures configurations for `epmoe tune`, or None where there is nothing to tune.
         overflow: what calls with more than max_tokens_per_rank tokens do by default, "raise" or "rounds".
         memory: bytes of buffers for layers of a size, with the default options; None where nobody worked them out.
@@ -49,11 +50,21 @@ class Stage:
     capabilities: Capabilities
     factory: "Callable[[LayerSpec], MoELayer]"
     options: dict[str, str]
+    switches: tuple[str, ...] = ()
     overflow: str = "raise"
     tuner: "Tuner | None" = None
     memory: "Callable[[LayerSize], Memory] | None" = None
     grants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     parts: tuple[ExchangePart, ExpertsPart] | None = None
+
+    def problems_with(self, options: Mapping[str, object]) -> list[str]:
+        """Why these options cannot be taken, in words; empty when they can."""
+        unknown = sorted(set(options) - set(self.options))
+        unset = [s for s in self.switches if not isinstance(options.get(s, False), bool)]
+        return [
+            *(f"has no option {name}" for name in unknown),
+            *(f"{name}={options[name]!r}: give True or False" for name in unset),
+        ]
 
     def capabilities_with(self, options: Mapping[str, object]) -> Capabilities:
         """Of a layer that is built with these options."""

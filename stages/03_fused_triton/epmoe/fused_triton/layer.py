@@ -75,6 +75,7 @@ EXCHANGE = ExchangePart(
         **WITHOUT,
         "ring": "round to the layer's dtype after every rank in the merge, as a ring of partial sums does (less exact)",
     },
+    switches=("ring",),
     overflow="rounds",
     memory=_exchange_memory,
 )
@@ -96,6 +97,7 @@ EXPERTS = ExpertsPart(
         **WITHOUT,
         "batch_invariant": "one tile size for all calls: a token's bits do not depend on its batch",
     },
+    switches=("batch_invariant",),
     memory=_experts_memory,
     grants={"batch_invariant": {"batch_invariant": True}},
     tuner=TUNER,
