@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoint_makers import save_model
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from epmoe.core.checkpoints import hidden_states, inspect, load_layer
 from epmoe.core.errors import InputError
@@ -134,6 +134,51 @@ def test_other_scoring_is_refused(tmp_path):
         inspect(tmp_path)
 
 
+def test_another_activation_is_refused(glm_copy):
+    change_config(glm_copy, hidden_act="gelu")
+    with pytest.raises(InputError, match=r"config\.json: hidden_act='gelu'.* silu or swish"):
+        inspect(glm_copy)
+
+
+def test_silu_under_its_other_name_is_read(glm_copy):
+    plain = load_layer(glm_copy, 1, experts=[0]).experts
+    change_config(glm_copy, hidden_act="swish")
+    assert torch.equal(load_layer(glm_copy, 1, experts=[0]).experts.w2_EHI, plain.w2_EHI)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("glm4_moe", "model.layers.1.mlp.experts.0.down_proj.bias"),
+        ("glm4_moe", "model.layers.2.mlp.experts.7.gate_proj.weight_scale_inv"),
+        ("glm4_moe", "model.layers.1.mlp.experts.8.up_proj.weight"),
+        ("glm4_moe", "model.layers.1.mlp.shared_experts.up_proj.bias"),
+        ("glm4_moe", "model.layers.1.mlp.gate.bias"),
+        ("qwen3_moe", "model.layers.0.mlp.shared_expert.up_proj.weight"),
+        ("qwen3_moe", "model.layers.0.mlp.shared_expert_gate.weight"),
+        ("qwen3_moe", "model.layers.0.mlp.gate.e_score_correction_bias"),
+    ],
+)
+def test_a_tensor_that_would_be_left_out_is_refused(tmp_path, family, name):
+    save_model(family, tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.ones(1)}))
+    with pytest.raises(InputError, match=f"tensor {name} is no part of the MoE layers"):
+        inspect(tmp_path)
+
+
+def test_shared_experts_that_the_config_does_not_count_are_refused(glm_copy):
+    change_config(glm_copy, n_shared_experts=0)
+    with pytest.raises(InputError, match=r"tensor .*mlp\.shared_experts.* is no part"):
+        inspect(glm_copy)
+
+
+def test_layers_behind_the_last_one_may_hold_what_they_like(glm_copy):
+    """Published GLM and DeepSeek checkpoints end with layers that predict further tokens."""
+    name = "model.layers.3.mlp.experts.0.down_proj.bias"
+    change_tensors(glm_copy, lambda tensors: tensors.update({name: torch.ones(1)}))
+    assert inspect(glm_copy).moe_layers == (1, 2)
+
+
 def test_spoiled_file_is_refused(glm_copy):
     (glm_copy / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(InputError, match="no whole safetensors file"):
@@ -173,11 +218,56 @@ def test_a_config_without_a_size_is_refused_by_its_name(glm_copy, field):
         inspect(glm_copy)
 
 
+def with_index(folder: Path, file: str = "part.safetensors") -> Path:
+    """One file becomes `part.safetensors`, and an index says that all tensors lie in `file`."""
+    names = list(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(names, file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder / "part.safetensors"
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"x": 1}', '{"weight_map": {"a": 1}}'])
 def test_an_index_that_is_none_is_refused_by_its_name(glm_copy, content):
+    with_index(glm_copy)
     (glm_copy / "model.safetensors.index.json").write_text(content)
     with pytest.raises(InputError, match=r"model\.safetensors\.index\.json"):
         inspect(glm_copy)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"weight_map": {"a": "b"}}', '{"weight_map": {}}', "{"],
+    ids=["old", "empty", "none"],
+)
+def test_a_single_file_goes_before_an_index_as_it_does_in_transformers(glm_copy, content):
+    alone = load_layer(glm_copy, 1).experts
+    (glm_copy / "model.safetensors.index.json").write_text(content)
+    assert torch.equal(load_layer(glm_copy, 1).experts.w13_E2IH, alone.w13_E2IH)
+    model = AutoModelForCausalLM.from_pretrained(glm_copy)
+    assert torch.equal(model.model.layers[1].mlp.experts.gate_up_proj, alone.w13_E2IH)
+
+
+def test_a_tensor_that_only_the_index_knows_is_named_with_its_file(glm_copy):
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    part = with_index(glm_copy)
+    tensors = load_file(part)
+    del tensors[name]
+    save_file(tensors, part)
+    assert load_layer(glm_copy, 1, experts=[2]).experts.experts == 1
+    with pytest.raises(
+        InputError, match=rf"part\.safetensors holds tensor {name}, which it does not"
+    ):
+        load_layer(glm_copy, 1, experts=[3])
+
+
+@pytest.mark.parametrize("file", ["folder", "", "config.json"])
+def test_a_shard_that_is_no_file_of_tensors_is_named(glm_copy, file):
+    with_index(glm_copy, file)
+    (glm_copy / "folder").mkdir()
+    with pytest.raises(InputError, match="is no whole safetensors file") as refused:
+        inspect(glm_copy)
+    assert str(refused.value).startswith(str(glm_copy / file))
 
 
 def test_a_size_that_is_none_is_refused_with_its_file(glm_copy):

@@ -9,6 +9,7 @@ A rank reads only the experts that it owns: the files are memory-mapped and each
 Legend: T tokens, H hidden, I intermediate, E experts, n experts asked for.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from epmoe.core.checkpoints.config import by_transformers, load_config, read_config, read_sizes
 from epmoe.core.checkpoints.families import Family, family_of
-from epmoe.core.checkpoints.files import TensorFiles
+from epmoe.core.checkpoints.files import PLAIN, TensorFiles
 from epmoe.core.errors import InputError
 from epmoe.core.routing import Router, RouterConfig
 from epmoe.core.shape import MoEShape
+from epmoe.core.values import check_whole, dtype_name, is_whole
 from epmoe.core.weights import ExpertWeights
 
 
@@ -66,8 +68,8 @@ def inspect(path: str | Path) -> CheckpointInfo:
     """Read config.json and the tensor headers of the checkpoint folder `path`; loads no weights.
 
     Raises:
-        InputError: no checkpoint there, an architecture that is not supported, quantised weights, experts packed
-            into one tensor, no MoE layer.
+        InputError: no checkpoint there, an architecture or an activation that is not supported, quantised weights,
+            experts packed into one tensor, a tensor that the layers here have no use for, no MoE layer.
     """
     folder = Path(path)
     architecture, config = read_config(folder)
@@ -76,7 +78,7 @@ def inspect(path: str | Path) -> CheckpointInfo:
     if not layers:
         raise InputError(f"{folder} has no MoE layer: its config makes every layer dense")
     with TensorFiles(folder) as files:
-        _refuse_packed(files, family, layers[0])
+        _refuse_left_out(files, family, shape, layers)
         dtype = files.dtype(f"{family.stem(layers[0])}.experts.0.{family.down}.weight")
     return CheckpointInfo(
         path=folder,
@@ -106,13 +108,14 @@ def load_layer(
         device: where the result lives.
 
     Raises:
-        InputError: as `inspect`; no such MoE layer; an expert id outside [0, E); a tensor that is missing or whose
-            shape does not fit the config.
+        InputError: as `inspect`; no such MoE layer; an expert id outside [0, E); a dtype other than float64, float32,
+            bfloat16 and float16; a tensor that is missing or whose shape does not fit the config.
     """
     info = inspect(path)
     family, shape = family_of(info.architecture), info.shape
     stem = _moe_stem(info, family, layer)
     wanted = _checked_experts(experts, shape.experts)
+    _check_dtype(dtype)
     dtype = dtype or info.dtype
     with TensorFiles(info.path) as files:
         names = [f"{stem}.experts.{e}" for e in wanted]
@@ -148,7 +151,8 @@ def hidden_states_of_layers(
         layer -> x_TH [T, H] float32, T = min(tokens of text, max_tokens).
 
     Raises:
-        InputError: as `load_layer`; a text without tokens; max_tokens below 1 or above the model's positions.
+        InputError: as `load_layer`; a text that is no str or has no tokens; max_tokens below 1 or above the model's
+            positions.
     """
     info = inspect(path)
     for layer in layers:
@@ -186,11 +190,9 @@ class _ReachedLayer(Exception):
 def _token_ids(path: Path, text: str, max_tokens: int) -> Tensor:
     from transformers import AutoTokenizer
 
-    limit = load_config(path).max_position_embeddings
-    if not 1 <= max_tokens <= limit:
-        raise InputError(
-            f"max_tokens={max_tokens}: must be between 1 and the model's {limit} positions"
-        )
+    if not isinstance(text, str):
+        raise InputError(f"text is a {type(text).__name__}: give one str")
+    check_whole("max_tokens", max_tokens, 1, load_config(path).max_position_embeddings)
     tokenizer = by_transformers(AutoTokenizer.from_pretrained, path, "tokenizer")
     ids = tokenizer(text)["input_ids"][:max_tokens]
     if not ids:
@@ -198,29 +200,47 @@ def _token_ids(path: Path, text: str, max_tokens: int) -> Tensor:
     return torch.tensor([ids])
 
 
-def _refuse_packed(files: TensorFiles, family: Family, layer: int) -> None:
-    packed = f"{family.stem(layer)}.experts."
-    found = [n for n in files.names() if n.startswith(packed) and not n[len(packed)].isdigit()]
-    if found:
+def _refuse_left_out(
+    files: TensorFiles, family: Family, shape: MoEShape, layers: tuple[int, ...]
+) -> None:
+    """A tensor that nothing here would read, such as a bias or a scale, shows a layer that computes otherwise."""
+    of_layers = set(layers)
+    for name in files.names():
+        layer, below = family.below_stem(name) or (None, "")
+        if layer not in of_layers or family.computes_with(below, shape):
+            continue
+        if re.match(r"experts\.(?!\d)", below):
+            raise InputError(
+                f"tensor {name} packs all experts into one: only the published layout (one tensor per expert and "
+                "projection) is read; save_pretrained(save_original_format=True) of transformers 5 writes it"
+            )
         raise InputError(
-            f"tensor {found[0]} packs all experts into one: only the published layout (one tensor per expert and "
-            "projection) is read; save_pretrained(save_original_format=True) of transformers 5 writes it"
+            f"tensor {name} is no part of the MoE layers that config.json describes, and would be left out: give a "
+            "checkpoint as it was published, unquantised"
         )
 
 
 def _moe_stem(info: CheckpointInfo, family: Family, layer: int) -> str:
-    if layer not in info.moe_layers:
+    if not is_whole(layer) or layer not in info.moe_layers:
         known = ", ".join(map(str, info.moe_layers))
         raise InputError(f"layer {layer} of {info.path} is no MoE layer: choose one of {known}")
     return family.stem(layer)
 
 
 def _checked_experts(experts: Sequence[int] | None, count: int) -> list[int]:
-    wanted = list(range(count)) if experts is None else [int(e) for e in experts]
-    wrong = [e for e in wanted if not 0 <= e < count]
-    if wrong:
-        raise InputError(f"expert {wrong[0]} does not exist: ids go from 0 to {count - 1}")
+    if not isinstance(experts, Sequence | None):
+        raise InputError(f"experts={experts!r}: give a sequence of expert ids, or None for all")
+    wanted = list(range(count) if experts is None else experts)
+    for expert in wanted:
+        if not is_whole(expert) or not 0 <= expert < count:
+            raise InputError(f"expert {expert!r} does not exist: ids go from 0 to {count - 1}")
     return wanted
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in PLAIN.values():
+        known = ", ".join(map(dtype_name, PLAIN.values()))
+        raise InputError(f"dtype={dtype!r}: weights are given as {known}, or as stored with None")
 
 
 def _read_experts(

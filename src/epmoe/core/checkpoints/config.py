@@ -11,6 +11,7 @@ from epmoe.core.shape import MoEShape
 from epmoe.core.values import is_whole
 
 MOST_LAYERS = 10_000
+SILU = ("silu", "swish")  # one function under two names
 
 
 def read_config(folder: Path) -> tuple[str, Any]:
@@ -25,7 +26,9 @@ def read_config(folder: Path) -> tuple[str, Any]:
     family_of(architecture)
     _refuse_endless(folder, raw.get("num_hidden_layers", 1))
     _refuse_quantised(folder, raw.get("quantization_config") or raw.get("compression_config"))
-    return architecture, load_config(folder)
+    config = load_config(folder)
+    _refuse_activation(folder, config.hidden_act)
+    return architecture, config
 
 
 def load_config(folder: Path) -> Any:
@@ -68,6 +71,13 @@ def _refuse_endless(folder: Path, layers: object) -> None:
     if not is_whole(layers) or not 1 <= layers <= MOST_LAYERS:
         raise _no_config(
             folder, f"num_hidden_layers={layers!r} is no whole number of 1 to {MOST_LAYERS}"
+        )
+
+
+def _refuse_activation(folder: Path, activation: object) -> None:
+    if activation not in SILU:
+        raise _no_config(
+            folder, f"hidden_act={activation!r}: experts are read with {' or '.join(SILU)} only"
         )
 
 

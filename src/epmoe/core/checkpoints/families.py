@@ -5,6 +5,7 @@ GLM-4.5, Qwen3-MoE, Mixtral and DeepSeek-V3, and the weight mappings of transfor
 Legend: H hidden, I intermediate, E experts, K experts per token.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,26 @@ class Family:
     def stem(self, layer: int) -> str:
         """What the names of all tensors of one MoE block begin with."""
         return f"model.layers.{layer}.{self.block}"
+
+    def below_stem(self, name: str) -> tuple[int, str] | None:
+        """(layer, what follows the stem) of a tensor's name, None for one outside of these blocks."""
+        found = re.fullmatch(rf"model\.layers\.([0-9]{{1,9}})\.{self.block}\.(.+)", name)
+        return (int(found[1]), found[2]) if found else None
+
+    def computes_with(self, name: str, shape: MoEShape) -> bool:
+        """Whether an MoE block of `shape` has a tensor of this name below its stem."""
+        if name == "gate.weight":
+            return True
+        if name == "gate.e_score_correction_bias":
+            return self.biased
+        found = re.fullmatch(rf"(.+)\.(?:{self.gate}|{self.up}|{self.down})\.weight", name)
+        return found is not None and self._owns_projections(found[1], shape)
+
+    def _owns_projections(self, owner: str, shape: MoEShape) -> bool:
+        if owner == self.shared:
+            return shape.shared_intermediate > 0
+        expert = re.fullmatch(r"experts\.([0-9]{1,9})", owner)
+        return expert is not None and int(expert[1]) < shape.experts
 
 
 def _after_dense(config: Any) -> tuple[int, ...]:

@@ -68,7 +68,13 @@ class TensorFiles:
         return self._handle(name).get_tensor(name)
 
     def _slice(self, name: str) -> Any:
-        return self._handle(name).get_slice(name)
+        try:
+            return self._handle(name).get_slice(name)
+        except SafetensorError as error:  # only an index can name what is not there
+            raise InputError(
+                f"{INDEX} says that {self.path / self._file_of[name]} holds tensor {name}, which it does not: give the "
+                "index and the files of one checkpoint"
+            ) from error
 
     def _handle(self, name: str) -> Any:
         if name not in self._file_of:
@@ -85,7 +91,7 @@ class TensorFiles:
                 )
             except FileNotFoundError:
                 raise InputError(f"{INDEX} names {file}, which is not in {self.path}") from None
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:  # OSError: a folder, for one
                 raise InputError(
                     f"{self.path / file} is no whole safetensors file: {error}"
                 ) from error
@@ -93,10 +99,12 @@ class TensorFiles:
         return self._open[file]
 
     def _locate(self) -> dict[str, str]:
+        if (
+            self.path / SINGLE
+        ).is_file():  # first, as transformers does: an index beside it may be an old one
+            return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         if (self.path / INDEX).is_file():
             return _weight_map(self.path / INDEX)
-        if (self.path / SINGLE).is_file():
-            return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         raise InputError(
             f"{self.path} holds neither {SINGLE} nor {INDEX}: only safetensors checkpoints are read"
         )
