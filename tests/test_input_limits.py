@@ -13,7 +13,7 @@ from epmoe.core.capabilities import Spec, Wishes
 from epmoe.core.commands import check
 from epmoe.core.commands.balance import read_counts
 from epmoe.core.errors import InputError
-from epmoe.core.placement import contiguous
+from epmoe.core.placement import contiguous, round_robin
 from epmoe.core.shape import named_shape
 
 E = named_shape("tiny").experts
@@ -93,14 +93,13 @@ def test_counts_beyond_a_counter():
     assert balance([2**63 - 1, 1], 2).excess(contiguous(2, 2)) > 1
 
 
-def test_check_runs_the_homes_of_a_file(tmp_path):
-    """Even where a name would say the same."""
+def test_check_runs_the_map_that_a_layer_would_get(tmp_path):
     file = tmp_path / "map.json"
-    file.write_text(contiguous(E, 2).to_json())
-    case = check.cases("00_reference", "tiny", "1", "uniform", 2, 1, str(file))[0]
-    assert case.placement == contiguous(E, 2).homes
-    named = check.cases("00_reference", "tiny", "1", "uniform", 2, 1, "round_robin")[0]
-    assert named.placement == "round_robin"
+    wanted = {"round_robin": round_robin(E, 2), str(file): contiguous(E, 2)}
+    file.write_text(wanted[str(file)].to_json())
+    for text, placement in wanted.items():
+        case = check.cases("00_reference", "tiny", "1", "uniform", 2, 1, text)[0]
+        assert case.placed() == placement
 
 
 def test_counts_of_a_file(tmp_path):

@@ -5,7 +5,7 @@ the slowest rank score and any failing rank veto, and returns one entry. Entries
 (`own_file`); what is there already is not measured again, so an interrupted sweep goes on where it stopped.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +53,19 @@ Run = Callable[[Program, Request], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Tuner:
-    """What a stage offers to be tuned; both are rank programs.
+    """What a stage offers to be tuned.
 
     Attributes:
-        situation: (group, request) -> {"for": ..., "versions": ...}, the key of the entry.
-        tune: (group, request) -> the whole entry and its "device".
+        situation: (group, request) -> {"for": ..., "versions": ...}, the key of the entry; a rank program.
+        tune: (group, request) -> the whole entry and its "device"; a rank program.
+        columns: what `cells` are called in a table.
+        cells: what an entry holds, in words, by `columns`.
     """
 
     situation: Program
     tune: Program
+    columns: Sequence[str]
+    cells: Callable[[dict[str, Any]], Sequence[str]]
 
 
 def tuner_of(stage: str) -> Tuner:

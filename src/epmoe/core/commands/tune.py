@@ -11,6 +11,7 @@ from rich.table import Table
 from epmoe.core import own_file, tune
 from epmoe.core.commands.terminal import check_files, whole_numbers
 from epmoe.core.errors import InputError
+from epmoe.core.ranks.torchrun import speaks
 from epmoe.core.shape import named_shape
 from epmoe.core.values import named_dtype
 
@@ -34,7 +35,7 @@ def guide(
     data, sizes, counts = own_file.load(path), named_shape(shape), whole_numbers("tokens", tokens)
     if 0 in counts:
         raise InputError(f"tokens={tokens!r}: give numbers from 1, without tokens nothing is timed")
-    table = Table("T", "", "gate_up", "us", "down", "us", "tried", "failed", box=box.SIMPLE_HEAD)
+    table = Table("T", "", *tuner.columns, "tried", "failed", box=box.SIMPLE_HEAD)
     with (
         tune.runner(ep, loopback, device, timeout) as (run, where),
         Progress(console=console) as bar,
@@ -50,26 +51,31 @@ def guide(
                 dtype=named_dtype(dtype, where),
                 candidates=candidates,
             )
-            found = _find(data, run(tuner.situation, request)) if data["entries"] else None
+            kept = data[own_file.TILES]
+            found = _find(kept, run(tuner.situation, request)) if kept else None
             entry = found or run(tuner.tune, request)
             if found is None:
-                own_file.add(data, own_file.TILES, entry.pop("device"), entry, path)
-            table.add_row(str(count), "kept" if found else "new", *_cells(entry))
+                _keep(data, entry, path)
+            table.add_row(
+                str(count),
+                "kept" if found else "new",
+                *tuner.cells(entry),
+                *(str(entry.get(how_many, "-")) for how_many in ("tried", "failed")),
+            )
             bar.advance(step)
-    console.print(f"{len(data['entries'])} entries in {path}", style="dim", highlight=False)
+    console.print(f"{len(data[own_file.TILES])} entries in {path}", style="dim", highlight=False)
     return data, table
 
 
-def _find(data: dict[str, Any], key: dict[str, Any]) -> dict[str, Any] | None:
-    return next((one for one in data["entries"] if tune.matches(one, key)), None)
+def _find(entries: list[dict[str, Any]], key: dict[str, Any]) -> dict[str, Any] | None:
+    return next((one for one in entries if tune.matches(one, key)), None)
 
 
-def _cells(entry: dict[str, Any]) -> list[str]:
-    took = entry.get("microseconds", {})
-    cells = []
-    for which in ("gate_up", "down"):
-        one = entry[which]
-        flags = "".join(f" {flag}" for flag in ("swap_ab", "tma", "tma_rows") if one.get(flag))
-        tile = f"{one['block_m']}x{one['block_n']}x{one['block_k']} s{one['num_stages']} w{one['num_warps']}"
-        cells += [tile + flags, str(took.get(which, "-"))]
-    return [*cells, str(entry.get("tried", "-")), str(entry.get("failed", "-"))]
+def _keep(data: dict[str, Any], entry: dict[str, Any], path: Path) -> None:
+    """Into the file, at once. Under torchrun every rank has the entry, and rank 0 writes it."""
+    device = entry.pop("device")
+    own_file.check_device(data, device, path)
+    if speaks():
+        own_file.add(data, own_file.TILES, device, entry, path)
+    else:
+        data[own_file.TILES].append(entry)

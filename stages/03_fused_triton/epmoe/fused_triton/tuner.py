@@ -30,6 +30,7 @@ from epmoe.core.tune import Request, Tuner
 from epmoe.core.values import dtype_name
 from epmoe.core.weights import ExpertWeights
 from epmoe.fused_triton import interpreter
+from epmoe.fused_triton.tuning_table import COLUMNS, cells
 
 if TYPE_CHECKING:  # kernels are defined when it is known how they will run
     from epmoe.fused_triton.kernels import DeviceLimits, GemmConfig
@@ -91,10 +92,7 @@ def tune(group: EPGroup, request: Request) -> dict[str, Any]:
     both = set(best["gate_up"]) & set(best["down"])
     if not both:
         raise UnsupportedError(f"no pair of products runs on every rank: {dict(reasons)}")
-    rows = min(
-        both,
-        key=lambda r: best["gate_up"][r][0] + best["down"][r][0],
-    )
+    rows = min(both, key=lambda r: best["gate_up"][r][0] + best["down"][r][0])
     return {
         "device": device_name(group.device),
         **key_of(group, request),
@@ -264,9 +262,7 @@ def _try(group: EPGroup, bench: Bench, which: str, config, repeats: int) -> tupl
                     )
 
         return _seconds(group.device, run, repeats) / len(bench.weights), ""
-    except (
-        Exception
-    ) as error:  # what a compiler or a driver raises has no common class: any of it is a veto
+    except Exception as error:  # a compiler's and a driver's have no common class: any is a veto
         return math.inf, f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
 
@@ -297,4 +293,4 @@ def _vote(group: EPGroup, seconds: float, reason: str) -> tuple[float, str]:
     return max(group.all_gather_objects((seconds, reason)))
 
 
-TUNER = Tuner(situation=key_of, tune=tune)
+TUNER = Tuner(situation=key_of, tune=tune, columns=COLUMNS, cells=cells)
