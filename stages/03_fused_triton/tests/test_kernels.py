@@ -159,6 +159,15 @@ def test_pack_treats_bad_ids_as_no_expert_and_leaves_padding_inert(dtype):
     assert seen[1] == [[-1, 0], [-1, 1], nothing, nothing, nothing]
 
 
+def test_ids_beyond_32_bits_name_no_expert():
+    """Narrowed before they are looked at, 2**32 + 3 would be expert 3 and -2**32 expert 0."""
+    ids = torch.tensor([[2**32 + 3, 1], [-(2**32), 2**63 - 1]], device=DEVICE)
+    send = pack(
+        torch.ones(2, 6, device=DEVICE), ids, torch.full((2, 2), 0.5, device=DEVICE), 4, 1, 2
+    )
+    assert RowLayout(6, 2, torch.float32).slots(send[0]).tolist() == [[-1, 1], [-1, -1]]
+
+
 def test_packed_rows_are_bitwise_the_tokens_also_from_strided_rows():
     x = torch.randn(5, 70, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
     x = x[:, 1:66]
@@ -204,6 +213,9 @@ def test_wrong_buffers_are_refused_by_name():
         pack(x, ids, weights.half(), 4, 2, 2)
     with pytest.raises(InputError, match="x has strided rows"):
         pack(torch.zeros(2, 8, device=DEVICE)[:, ::2], ids, weights, 4, 2, 2)
+    slots, rows = torch.zeros(6, 2, dtype=torch.int32, device=DEVICE), torch.zeros(12, 4)
+    with pytest.raises(InputError, match=r"ret has shape \(2, 3, 4\): expected \(6, 4\)"):
+        kn.reduce_slots(slots, rows.to(DEVICE), 2, torch.zeros(2, 3, 4, device=DEVICE))
     owner_E, slot_E = tables(4, 2)
     send = torch.zeros(2, 2, 32, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(InputError, match=r"a row of send has shape \(32,\): expected \(48,\)"):

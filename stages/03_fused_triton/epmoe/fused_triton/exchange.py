@@ -11,7 +11,6 @@ from epmoe.core.packed_rows import PackedBuffers
 from epmoe.core.split import RoutingExchange, Rows
 from epmoe.core.workspace import Workspace
 from epmoe.fused_triton import fusions, kernels, twins
-from epmoe.fused_triton.kernels._launch import pdl_supported
 
 
 class FusedExchange(RoutingExchange[Tensor]):
@@ -19,7 +18,7 @@ class FusedExchange(RoutingExchange[Tensor]):
 
     def __init__(self, spec: LayerSpec, workspace: Workspace):
         self.group, self.fusions = spec.group, fusions.of(spec)
-        self.pdl = "overlap" in self.fusions and pdl_supported(spec.device)
+        self.pdl = "overlap" in self.fusions and kernels.pdl_supported(spec.device)
         self.buffers = PackedBuffers(spec, workspace)
         self.layout = self.buffers.layout
         self.rule = spec.shape.router

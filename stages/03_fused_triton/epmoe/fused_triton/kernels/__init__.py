@@ -19,6 +19,7 @@ Legend: T tokens of this rank, C capacity in tokens, H hidden, I intermediate, E
 R = EP * C received rows, N = R * K slots (slot = row * K + k), S tile of BLOCK_M expert-major positions.
 """
 
+from epmoe.fused_triton.kernels._launch import pdl_supported
 from epmoe.fused_triton.kernels.config import (
     DeviceLimits,
     GemmConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "make_tiles",
     "max_tiles",
     "merge_ranks",
+    "pdl_supported",
     "prepare_rows",
     "reduce_slots",
     "route_and_pack",

@@ -39,19 +39,20 @@ _WARPS = 1  # the router's reductions then need no barrier
 
 
 # --8<-- [start:pack]
-@triton.jit
+@triton.jit(do_not_specialize=["T", "capacity"])
 def _route_pack_kernel(
     x_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, owner_ptr, slot_ptr,
     send_x_ptr, send_int_ptr, send_float_ptr, T, capacity, stride_xt, stride_lt,
     H: tl.constexpr, ITEMS: tl.constexpr, WORDS: tl.constexpr, ID_WORD: tl.constexpr,
-    ROUTE: tl.constexpr, KEEP: tl.constexpr, EP: tl.constexpr, DESTS: tl.constexpr, BLOCK_H: tl.constexpr,
+    ROUTE: tl.constexpr, EP: tl.constexpr, DESTS: tl.constexpr, BLOCK_H: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
     HAS_BIAS: tl.constexpr, RENORM: tl.constexpr, SCALE: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (t, j) writes token t for DESTS ranks from j * DESTS on. Token 1, rank 1: ids -1 0, weights 0.75 0.25.
 
-    ROUTE chooses the experts here, once per program; otherwise ids and weights are read. KEEP stores what was chosen.
+    ROUTE chooses the experts here, once per program, and stores them; otherwise ids and weights are read. T is not
+    specialized: a rank whose T is a multiple of 16 would compile a kernel of its own while its peers wait for it.
     """
     t = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * DESTS
@@ -68,13 +69,15 @@ def _route_pack_kernel(
             logits_ptr + t * stride_lt, bias_ptr, live, E, K, GROUPS, TOPK_GROUPS, SIGMOID, HAS_BIAS, RENORM, SCALE,
             BLOCK_G, BLOCK_P, BLOCK_K,
         )  # fmt: skip
-        if KEEP and first == 0:
+        if first == 0:
             tl.store(ids_ptr + t * K + offs_k, ids, mask=mask_k & live)
             tl.store(weights_ptr + t * K + offs_k, weights, mask=mask_k & live)
     else:
-        ids = tl.load(ids_ptr + t * K + offs_k, mask=mask_k & live, other=-1).to(tl.int32)
+        ids = tl.load(ids_ptr + t * K + offs_k, mask=mask_k & live, other=-1)
         weights = tl.load(weights_ptr + t * K + offs_k, mask=mask_k & live, other=0.0)
-    known = mask_k & live & (ids >= 0) & (ids < E)
+    known = (
+        mask_k & live & (ids >= 0) & (ids < E)
+    )  # int64 ids as they are: narrowed, 2**32 would be expert 0
     owner = tl.load(owner_ptr + ids, mask=known, other=-1)
     slot = tl.load(slot_ptr + ids, mask=known, other=-1)
     weights = tl.where(known, weights, 0.0)
@@ -134,7 +137,7 @@ def route_and_pack(
         send.view(x_TH.dtype), send.view(torch.int32), send.view(torch.float32),
         x_TH.shape[0], capacity, x_TH.stride(0), logits.stride(0),
         H=layout.hidden, ITEMS=layout.row_bytes // x_TH.itemsize, WORDS=layout.row_bytes // 4,
-        ID_WORD=layout.slots_at // 4, ROUTE=logits_TE is not None, KEEP=True, EP=ranks, DESTS=dests,
+        ID_WORD=layout.slots_at // 4, ROUTE=logits_TE is not None, EP=ranks, DESTS=dests,
         BLOCK_H=power_of_two(min(x_TH.shape[1], _MAX_BLOCK_H)),
         **compile_time_rule(rule, experts, topk, bias_E is not None), num_warps=_WARPS, pdl=pdl,
     )  # fmt: skip

@@ -53,22 +53,19 @@ def _reduce_kernel(
 def reduce_slots(
     slots_RJ: Tensor, rows_NH: Tensor, local_experts: int, ret: Tensor, *, pdl: bool = False
 ) -> None:
-    """Owner side: ret [EP, C, H] = the sum of each received row's local slots, in slot order, in float32.
+    """Owner side: ret [R, H] = the sum of each received row's local slots, in slot order, in float32.
 
     Args:
         slots_RJ: [R, J] int32 local experts, rows any stride apart.
         rows_NH: [N, H] from `down`.
         local_experts: E_local; slots with other ids count as zero.
-        ret: float32 (default of the layer) or the hidden dtype; every row is written.
+        ret: [R, H] float32 (default of the layer) or the hidden dtype; every row is written.
     """
     (rows, places), hidden = slots_RJ.shape, rows_NH.shape[1]
     need_contiguous(rows=rows_NH, ret=ret)
     need_dtype("slots", slots_RJ, torch.int32)
     need_shape("rows", rows_NH, (rows * places, hidden))
-    need(
-        ret.numel() == rows * hidden,
-        f"ret has shape {tuple(ret.shape)}: expected [EP, C, H]",
-    )
+    need_shape("ret", ret, (rows, hidden))
     need_dtype("ret", ret, *FLOATS)
     block_h, blocks = _columns(hidden, rows)
     launch(
@@ -79,7 +76,7 @@ def reduce_slots(
 
 
 # --8<-- [start:merge]
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _merge_kernel(
     back_ptr, y_ptr, capacity, stride_yt,
     EP: tl.constexpr, H: tl.constexpr, RING: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
