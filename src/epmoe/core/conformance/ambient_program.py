@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from epmoe.core.cases import Case
+from epmoe.core.conformance.program import logits_of
 from epmoe.core.groups import EPGroup
 from epmoe.core.verify import bring, build_case, differ
 
@@ -24,7 +25,7 @@ def another_default() -> Iterator[None]:
 def under_modes(group: EPGroup, case: Case) -> dict[str, bool]:
     """Whether a call has the bits of a plain one: under each mode, and of a layer that was built in it."""
     plain = build_case(group, case)
-    arguments, logits_TE = bring(group, case, 0), _logits(group, case)
+    arguments, logits_TE = bring(group, case, 0), logits_of(group, case)
     wanted_TH = plain(*arguments)
     routed_TH = plain.from_logits(arguments[0], logits_TE)
     modes: dict[str, Callable] = {
@@ -45,9 +46,3 @@ def under_modes(group: EPGroup, case: Case) -> dict[str, bool]:
         built.close()
     plain.close()
     return same
-
-
-def _logits(group: EPGroup, case: Case) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(group.rank)
-    size = (case.tokens[0][group.rank], case.shape.experts)
-    return torch.randn(size, generator=generator, dtype=torch.float32).to(group.device)

@@ -14,9 +14,8 @@ from epmoe.core.cases import Case
 from epmoe.core.conformance.program import caught, judge
 from epmoe.core.graphs import GraphedCall
 from epmoe.core.groups import EPGroup
-from epmoe.core.routing import route
 from epmoe.core.split import Rows, SplitLayer
-from epmoe.core.verify import Row, bring, build_case, differ, worst_row
+from epmoe.core.verify import Row, bring, build_case, differ
 
 
 def come_and_go(
@@ -64,23 +63,6 @@ def served(group: EPGroup, case: Case) -> list[int] | None:
     layer(*bring(group, case, 0))
     layer.close()
     return arrived_E.tolist()
-
-
-def from_logits(group: EPGroup, case: Case, biased: bool) -> Row | None:
-    """The masked layer routes by itself: the worst row against the oracle with what `route` chose."""
-    layer = build_case(group, case)
-    shape, generator = case.shape, torch.Generator().manual_seed(group.rank)
-    x_TH = case.tokens_of(0, group.rank)
-    logits_TE = torch.randn(len(x_TH), shape.experts, generator=generator)
-    bias_E = torch.linspace(-1, 1, shape.experts) if biased else None
-    on_device = None if bias_E is None else bias_E.to(group.device)
-    y_TH = layer.from_logits(
-        x_TH.to(group.device), logits_TE.to(group.device), on_device, max_tokens=case.max_tokens_per_rank
-    )  # fmt: skip
-    layer.close()
-    routing = case.what_is_left(*route(logits_TE, shape.router, shape.topk, bias_E))
-    everything = case.weights_of(range(shape.experts)).to(torch.float64)
-    return worst_row(case, 0, group.rank, y_TH, everything, routing)
 
 
 def mistakes(group: EPGroup, case: Case) -> tuple[dict[str, str], Row | None]:

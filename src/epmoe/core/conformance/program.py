@@ -167,22 +167,27 @@ def block(group: EPGroup, case: Case) -> dict[str, float]:
     return results
 
 
+def logits_of(group: EPGroup, case: Case) -> Tensor:
+    """Router logits_TE of this rank for call 0 of the case, float32, on the group's device."""
+    generator = torch.Generator().manual_seed(group.rank)
+    size = (case.tokens[0][group.rank], case.shape.experts)
+    return torch.randn(size, generator=generator, dtype=torch.float32).to(group.device)
+
+
 def from_logits(group: EPGroup, case: Case) -> list[Row | None]:
     """The call that routes by itself, with and without a correction bias: the worst row of each.
 
-    Judged against the oracle with the ids and weights of `route`.
+    Judged against the oracle with the ids and weights of `route`, as far as the case's masked ranks leave them.
     """
-    layer = build_case(group, case)
-    shape, generator = case.shape, torch.Generator().manual_seed(group.rank)
-    x_TH = case.tokens_of(0, group.rank)
-    logits_TE = torch.randn(len(x_TH), shape.experts, generator=generator)
-    bias_E = torch.linspace(-1, 1, shape.experts)
+    layer, shape = build_case(group, case), case.shape
+    x_TH, logits_TE = bring(group, case, 0)[0], logits_of(group, case)
+    bias_E = torch.linspace(-1, 1, shape.experts, device=group.device)
     everything = case.weights_of(range(shape.experts)).to(torch.float64)
     rows = []
     for bias in (None, bias_E):
-        on_device = None if bias is None else bias.to(group.device)
-        y_TH = layer.from_logits(x_TH.to(group.device), logits_TE.to(group.device), on_device)
-        routing = route(logits_TE, shape.router, shape.topk, bias)
+        y_TH = layer.from_logits(x_TH, logits_TE, bias, max_tokens=case.max_tokens(0))
+        on_cpu = None if bias is None else bias.cpu()
+        routing = case.what_is_left(*route(logits_TE.cpu(), shape.router, shape.topk, on_cpu))
         rows.append(worst_row(case, 0, group.rank, y_TH, everything, routing))
     layer.close()
     return rows

@@ -4,9 +4,7 @@ import torch
 
 from epmoe.core.cases import Case
 from epmoe.core.conformance import program
-from epmoe.core.shape import MoEShape
-
-SMALL = MoEShape(hidden=16, intermediate=24, experts=8, topk=2)
+from epmoe.core.conformance.shapes import SMALL
 
 
 def test_ledger_is_exact(stage, check):

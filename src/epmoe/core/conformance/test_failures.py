@@ -6,10 +6,8 @@ import pytest
 
 from epmoe.core.cases import Case
 from epmoe.core.conformance import failure_program
+from epmoe.core.conformance.shapes import SMALL
 from epmoe.core.errors import RankFailedError
-from epmoe.core.shape import MoEShape
-
-SMALL = MoEShape(hidden=16, intermediate=24, experts=8, topk=2)
 
 # what the message must name, by mistake
 CALLS = {

@@ -5,10 +5,9 @@ import torch
 
 from epmoe.core.cases import Case
 from epmoe.core.conformance import graph_program, soak_program
-from epmoe.core.shape import MoEShape
+from epmoe.core.conformance.shapes import USUAL
 from epmoe.core.verify import tolerance
 
-USUAL = MoEShape(hidden=64, intermediate=96, experts=8, topk=2)
 RANKS = [1, 2, 4]
 
 

@@ -4,9 +4,8 @@ import pytest
 
 from epmoe.core.cases import Case
 from epmoe.core.conformance import program
+from epmoe.core.conformance.shapes import SMALL
 from epmoe.core.shape import MoEShape
-
-SMALL = MoEShape(hidden=16, intermediate=24, experts=8, topk=2)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["small_first", "large_first"])

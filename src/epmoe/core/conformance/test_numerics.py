@@ -5,11 +5,10 @@ import torch
 
 from epmoe.core.cases import Case
 from epmoe.core.conformance import program
+from epmoe.core.conformance.shapes import SMALL
 from epmoe.core.routing import RouterConfig
 from epmoe.core.shape import MoEShape
 from epmoe.core.verify import tolerance
-
-SMALL = MoEShape(hidden=16, intermediate=24, experts=8, topk=2)
 
 
 def test_8B_same_bits(stage, capabilities, run, interpreted):

@@ -7,18 +7,9 @@ import pytest
 import torch
 
 from epmoe.core.cases import Case
+from epmoe.core.conformance.shapes import SMALL, USUAL, steps
 from epmoe.core.draws import KINDS
 from epmoe.core.shape import MoEShape
-
-SMALL = MoEShape(hidden=16, intermediate=24, experts=8, topk=2)
-USUAL = MoEShape(hidden=64, intermediate=96, experts=8, topk=2)
-
-# T by rank, three calls, for 4 ranks: none, one and several tokens; a call without any; the fullest rank changes.
-STEPS = ((3, 0, 5, 1), (0, 0, 0, 0), (1, 6, 0, 2))
-
-
-def steps(ranks: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(call[:ranks] for call in STEPS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
