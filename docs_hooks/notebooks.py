@@ -37,7 +37,8 @@ def portable(text: str, root: Path, snippets: Path) -> str:
     text = _SNIPPET.sub(lambda m: _included(m, root, snippets), text)
     text = re.sub(r"^```\{ \.(\w+)[^}]*\}", r"```\1", text, flags=re.MULTILINE)
     text = _ADMONITION.sub(_quote, text)
-    text = re.sub(r"\]\((\.\./[\w/]+)\.md\)", r"](\1.ipynb)", text)
+    text = re.sub(r"\]\((\.\./[\w/]+)\.md(?:#[\w-]+)?\)", r"](\1.ipynb)", text)
+    text = re.sub(r"\]\(\.\./\.\./([\w/-]+\.md)\)", r"](../../docs/\1)", text)
     return re.sub(r"\{ [.#][^}]*\}", "", text)
 
 

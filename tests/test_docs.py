@@ -175,8 +175,11 @@ def test_notebooks_are_stripped_and_portable(script):
     assert code
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
     prose = "".join("".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "markdown")
-    for foreign in (r"--8<--", r"!!! ", r"\?\?\? ", r"\{ \.", r"\]\(\.\.[^)]*\.md\)"):
+    for foreign in (r"--8<--", r"!!! ", r"\?\?\? ", r"\{ \.", r"\]\(\.\.(?!/\.\./docs/)[^)]*\.md"):
         assert not re.search(foreign, prose), foreign
+    for linked in re.findall(r"\]\((\.\.[^)]*)\)", prose):
+        beside = script.parent / linked.replace(".ipynb", ".py")
+        assert beside.is_file(), f"{linked}: seen from the stage's folder, no such file"
     assert "def " in prose, "included code is missing"
 
 

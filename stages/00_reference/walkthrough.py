@@ -87,8 +87,9 @@ print(table(models, "bfloat16 weights"))
 #
 # ??? question "Ranks 0 and 1 both compute something for token 3. Who adds the two parts, and does the order matter?"
 #     The source rank of token 3 is rank 1: it gets both parts and adds them. With two parts the order does not
-#     matter. From three on it does, since float addition is not associative: another order gives other last bits.
-#     Here a collective called reduce-scatter does the adding, in an order of its own.
+#     matter. From three on it does, since float addition is not associative: another order gives other last bits, the
+#     subject of [determinism](../../ideas/determinism.md). Here a collective called reduce-scatter does the adding, in
+#     an order of its own; the page [All-to-all and NVLink](../../ideas/all-to-all.md) has the collectives in pictures.
 
 # %% [markdown]
 # ## The picture
@@ -244,8 +245,9 @@ for call in calls:
 # Look at `counts.tolist()`. The host must know how long each block is before it can slice it, so it **waits** for the
 # device. Hold that thought: it is the villain of the next two pages.
 #
-# The routing weight is applied here, by the owner, in float32. A place without an expert is *replaced* by zero, not
-# multiplied by it, because 0 times NaN is NaN:
+# The routing weight is applied here, by the owner, in float32. Where a place has no expert, its *weight* is replaced
+# by zero: what was received there may be NaN, and 0 times NaN is NaN. Its f is zero already, since `f_NH` starts as
+# zeros:
 #
 # ```python
 # --8<-- "src/epmoe/core/experts.py:weigh"
@@ -301,7 +303,9 @@ print(verdict)
 # Read the uneven line twice. It has 68 tokens against 32, but eight times the bytes: three ranks pad to the 64 rows
 # of the fullest one. The experts are not fooled: they compute the rows that are needed and no more.
 #
-# The time on a GPU, from the committed measurements:
+# The time on a GPU, from the committed measurements. *Floor*: the time to read the weights of the active experts once,
+# or that of the arithmetic where it is longer ([the memory floor](../../ideas/memory-floor.md)). *Eager*: launched one
+# by one; *graph*: recorded once and replayed. *Loopback*: one GPU plays one rank, and its exchanges are local copies.
 
 # %%
 from epmoe.core.figures.page import measured
