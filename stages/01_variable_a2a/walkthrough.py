@@ -167,10 +167,10 @@ print("rows to rank 0 and to rank 1", owner_N.bincount(minlength=2).tolist())
 # --8<-- "stages/01_variable_a2a/epmoe/variable_a2a/layer.py:counts"
 # ```
 #
-# To post an exchange of unequal blocks, the *host* must know how long each is: `all_to_all_single` takes the split
-# sizes as a Python list, and the receive buffer has to be allocated. What a rank sends, it could count itself. What
-# it *receives*, only the others know, so a first, tiny exchange carries the counts. Then come two reads, and at each
-# the host waits until the device has done everything queued so far:
+# To post an exchange of [unequal blocks](../../ideas/all-to-all.md), the *host* must know how long each is:
+# `all_to_all_single` takes the split sizes as a Python list, and the receive buffer has to be allocated. What a rank
+# sends, it could count itself. What it *receives*, only the others know, so a first, tiny exchange carries the counts.
+# Then come two reads, and at each the host waits until the device has done everything queued so far:
 #
 # ```mermaid
 # sequenceDiagram
@@ -186,8 +186,9 @@ print("rows to rank 0 and to rank 1", owner_N.bincount(minlength=2).tolist())
 #     Note over D: idle while the host catches up
 # ```
 #
-# A wait costs twice. The host stands still; and afterwards the device does, because nothing is queued. A CUDA graph,
-# which replays a fixed list of launches without any host, is out of reach: the list is not fixed.
+# A wait costs twice. The host stands still; and afterwards the device does, because nothing is queued. A [CUDA
+# graph](../../ideas/cuda-graphs.md), which replays a fixed list of launches without any host, is out of reach: the
+# list is not fixed.
 #
 # ### What arrives
 #
@@ -257,10 +258,18 @@ ledger_bars(
 # 4 and EP = 4. What was paid for it is in the first two columns: one more collective, and three waits where there was
 # one.
 #
-# The time on a GPU, from the committed measurements:
+# The time on a GPU, from the committed measurements (*floor* and *eager*: [the reference's
+# page](../00_reference/walkthrough.md#measured-what-one-call-does)), and then the reference's:
 
 # %%
 print(measured("01_variable_a2a"))
+
+# %%
+print(measured("00_reference"))
+
+# %% [markdown]
+# On two GPUs it was slower than the reference at T = 1, and no faster at 8 and 128. EP = 2 is far below K = 8: there it
+# sends more bytes than the reference, and waits three times where that waits once.
 
 # %% [markdown]
 # ## Where it loses
