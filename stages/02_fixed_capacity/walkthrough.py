@@ -32,8 +32,10 @@
 # 4 ranks, 32 experts, K = 4:
 
 # %% tags=["hide-input"]
+import json
+
 from epmoe.core.draws import draw
-from epmoe.core.figures.page import counted, measured, prove, table
+from epmoe.core.figures.page import counted, measured, prove, root, table
 from epmoe.core.launch import RankPool
 from epmoe.core.placement import contiguous
 from epmoe.core.plan import drawn_load, expected_load, plan, wire_bytes
@@ -240,7 +242,8 @@ print("offsets                    ", offsets.tolist())
 # ```
 #
 # The owner has already added the K places of a token that live with it, so one row for each (token, rank) comes home.
-# The source adds ranks in ascending order. Both orders are fixed, hence equal bits, call after call.
+# The source adds ranks in ascending order. Both orders are fixed, hence equal bits, call after call
+# ([determinism](../../ideas/determinism.md)).
 
 # %% [markdown]
 # ## The difference to the stage before
@@ -302,10 +305,27 @@ print(f"{book.launches.total()} launches on one rank; the most frequent:")
 print(", ".join(f"{name} {count}" for name, count in book.launches.most_common(12)))
 
 # %% [markdown]
-# The time on a GPU, from the committed measurements:
+# The time on a GPU, from the committed measurements (*floor*, *graph* and *loopback*: [the reference's
+# page](../00_reference/walkthrough.md#measured-what-one-call-does)):
 
 # %%
 print(measured("02_fixed_capacity"))
+
+# %% [markdown]
+# Against the two stages before, in one run on two H200s (`h200x2-stages-ep2`), microseconds:
+
+# %% tags=["hide-input"]
+run = json.loads((root() / "benchmarks/results/h200x2-stages-ep2.json").read_text())
+together = {
+    stage: {f"T={p['tokens']}": round(p["subjects"][stage]["median_us"]) for p in run["points"]}
+    for stage in ("00_reference", "01_variable_a2a", "02_fixed_capacity")
+}
+print(table(together, "whole layer, EP=2"))
+
+# %% [markdown]
+# About a tenth. Four changes are in that: no waits, hence a graph; fewer collectives; and a grouped product in place of
+# a loop over up to 144 experts. What each is worth was not measured apart; the pairs `fixed_capacity+loop` and
+# `all_gather+grouped` would say.
 
 # %% [markdown]
 # ## Where it loses
@@ -319,7 +339,9 @@ print(measured("02_fixed_capacity"))
 #   every rank as the fullest one needs. Unless the caller declares the size, the ranks first tell each other, on the
 #   host.
 # - **Without a grouped product** it computes padding, and picks each block's weights by index, which copies them.
-# - **Launches.** More than in any stage before.
+# - **Launches.** On a CPU more than in any stage before, most of them blocks of the products. With a grouped product
+#   about 60 whatever T is (63 on two H200s, 65 on four, router and exchanges included), where the loop over experts
+#   launches about nine for each active expert in bfloat16; of the 60, two are products.
 
 # %% [markdown]
 # ## Exercises
