@@ -163,7 +163,27 @@ def _against_grouped_mm(weights: ExpertWeights) -> list[str]:
         reasons.append(f"it needs bfloat16, the weights are {weights.dtype}")
     if weights.hidden % 8 or weights.intermediate % 8:
         reasons.append(f"H={weights.hidden} and I={weights.intermediate} must be multiples of 8")
+    for name, w_EAB in (("w13", weights.w13_E2IH), ("w2", weights.w2_EHI)):
+        if not _takes_layout(w_EAB):
+            reasons.append(
+                f"{name} has strides {w_EAB.stride()}: rows or columns of a matrix must be dense, and begin at multiples of "
+                "16 bytes"
+            )
     return reasons
+
+
+def _takes_layout(w_EAB: Tensor) -> bool:
+    """Whether the grouped product can read the matrices where they lie: by columns or by rows, in steps of 16 bytes."""
+    expert, row, column = w_EAB.stride()
+    _, rows, columns = w_EAB.shape
+    if column == 1 and row >= columns:
+        step = row
+    elif row == 1 and column >= rows:
+        step = column
+    else:
+        return False
+    starts = (w_EAB.data_ptr(), expert * w_EAB.itemsize, step * w_EAB.itemsize)
+    return all(start % 16 == 0 for start in starts)
 
 
 def _memory(size: LayerSize, delivers: Delivers) -> Memory:
