@@ -134,6 +134,7 @@ def test_a_call_on_another_stream_waits_for_the_last(cuda):
 def test_a_capture_waits_for_nothing_outside(cuda):
     """An event from outside would break the capture, one from inside would mean nothing after it."""
     workspace, device = Workspace(), torch.device("cuda", 0)
+    workspace.enter(device)
     workspace.leave(device)
     cuda["stream"], cuda["capturing"] = Stream(), True
     workspace.enter(device)

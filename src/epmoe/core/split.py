@@ -135,10 +135,10 @@ class SplitLayer(MoELayer, Generic[State]):
     def forward(
         self, x_TH: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor, capacity: int
     ) -> Tensor:
-        self.workspace.enter(x_TH.device)
-        with phase("dispatch"):
-            sent = self.exchange.dispatch(x_TH, topk_ids_TK, topk_weights_TK, capacity)
-        return self._compute_and_combine(*sent, capacity)
+        with self.workspace.turn(x_TH.device):
+            with phase("dispatch"):
+                sent = self.exchange.dispatch(x_TH, topk_ids_TK, topk_weights_TK, capacity)
+            return self._compute_and_combine(*sent, capacity)
 
     def _compute_and_combine(self, rows: Rows, state: State, capacity: int) -> Tensor:
         self._hold(lambda: self._promises.broken_by(rows, capacity))  # in checked mode
@@ -146,9 +146,7 @@ class SplitLayer(MoELayer, Generic[State]):
             y_RH = self.experts(rows)
         self._hold(lambda: self._promises.unfit_answer(rows, y_RH))  # in checked mode
         with phase("combine"):
-            y_TH = self.exchange.combine(y_RH, state)
-        self.workspace.leave(y_TH.device)
-        return y_TH
+            return self.exchange.combine(y_RH, state)
 
     # --8<-- [end:forward]
 
@@ -174,8 +172,8 @@ class SplitLayer(MoELayer, Generic[State]):
         self._refuse_capture()
         self._check(x_TH, *routing, max_tokens)
         capacity = max_tokens or spec.max_tokens_per_rank
-        with calling(x_TH.device), phase("call", tokens=len(x_TH)):
-            self.workspace.enter(x_TH.device)
+        device = x_TH.device
+        with calling(device), phase("call", tokens=len(x_TH)), self.workspace.turn(device):
             with phase("dispatch"):
                 sent = exchange.route_and_dispatch(x_TH, logits_TE, bias_E, *routing, capacity)
             if self.counter is not None:
