@@ -166,8 +166,8 @@ def _against_grouped_mm(weights: ExpertWeights) -> list[str]:
     for name, w_EAB in (("w13", weights.w13_E2IH), ("w2", weights.w2_EHI)):
         if not _takes_layout(w_EAB):
             reasons.append(
-                f"{name} has strides {w_EAB.stride()}: rows or columns of a matrix must be dense, and begin at multiples of "
-                "16 bytes"
+                f"{name} has strides {w_EAB.stride()}: rows or columns of a matrix must be dense and begin at "
+                "multiples of 16 bytes"
             )
     return reasons
 
