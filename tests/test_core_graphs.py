@@ -3,6 +3,7 @@
 The suite captures and replays on a GPU; here a graph is a stand-in that runs the layer on the fixed buffers.
 """
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from epmoe.core import groups
 from epmoe.core.cases import Case
 from epmoe.core.errors import CapacityError, InputError, NotCapturableError
-from epmoe.core.graphs import GraphedCall
+from epmoe.core.graphs import GraphedCall, _workspaces_of
 from epmoe.core.shape import MoEShape
 from epmoe.core.verify import bring, build_case, differ
 
@@ -40,6 +41,7 @@ def graphed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
     call = object.__new__(GraphedCall)
     call.layers, call.tokens = (build_case(groups.single(), CASE),), 8
+    call.device, call.workspaces = torch.device("cpu"), _workspaces_of(call.layers)
     call.x_TH, call.y_TH = (torch.full((8, SHAPE.hidden), torch.nan) for _ in range(2))
     call.ids_TK = torch.full((8, SHAPE.topk), 2**30, dtype=torch.int32)
     call.weights_TK = torch.full((8, SHAPE.topk), torch.nan)
@@ -149,6 +151,73 @@ def test_a_closed_layer(graphed):
     with pytest.raises(InputError, match="closed: capture a new one"):
         graphed(*arguments(1))
     assert graphed.graph.replays == 0
+
+
+# ---- streams
+
+
+class Stream:
+    """A CUDA stream that tells a list what it is asked for."""
+
+    def __init__(self, name: str, log: list[str]):
+        self.name, self.log = name, log
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.log.append(f"{self.name} has queued {len(self.log)}")
+        return f"{self.name}'s {len(self.log) - 1}"
+
+
+def test_replays_and_calls_of_other_streams_wait_for_each_other(graphed, monkeypatch):
+    """From the copy in to the clone out: a call on B begins after the replay on A, and a replay after that call."""
+    log, current = [], {}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current["stream"])
+    replay = graphed.graph.replay
+    monkeypatch.setattr(graphed.graph, "replay", lambda: log.append("replay") or replay())
+    graphed.device, first, second = torch.device("cuda", 0), Stream("A", log), Stream("B", log)
+    workspace = graphed.layers[0].workspace
+
+    current["stream"] = first
+    graphed(*arguments(1))
+    assert log == ["replay", "A has queued 1"]
+    current["stream"] = second
+    with workspace.turn(graphed.device):  # what an eager call does
+        log.append("call")
+    assert log[2:] == ["B waits for A's 1", "call", "B has queued 4"]
+    current["stream"] = first
+    graphed(*arguments(1))
+    assert log[5:] == ["A waits for B's 4", "replay", "A has queued 7"]
+
+
+def test_one_turn_in_each_workspace(graphed):
+    """Layers that share one take it once; a layer without any leaves the graph one of its own."""
+    layer, other = graphed.layers[0], build_case(groups.single(), CASE)
+    assert _workspaces_of((layer, other, layer)) == [layer.workspace, other.workspace]
+    assert len(_workspaces_of((stand_in(),))) == 1
+
+
+def test_another_thread_cannot_replay_meanwhile(graphed, monkeypatch):
+    """It would copy its arguments over those that are being computed."""
+    said, replay = [], graphed.graph.replay
+
+    def attempt() -> None:
+        with pytest.raises(InputError, match="another thread is inside a call") as refused:
+            graphed(*arguments(3))
+        said.append(refused)
+
+    def meanwhile() -> None:
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+        replay()
+
+    wanted_TH = graphed(*arguments(1))
+    monkeypatch.setattr(graphed.graph, "replay", meanwhile)
+    assert torch.equal(graphed(*arguments(1)), wanted_TH)
+    assert len(said) == 1
 
 
 # ---- before a capture

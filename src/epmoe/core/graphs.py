@@ -6,7 +6,13 @@
 
 A replay reads and writes fixed buffers, so a call copies its arguments in and clones its result out. Fewer tokens than
 captured are padded with rows that name no expert: they are not routed, not counted and not computed.
+
+A replay takes its turn in the workspaces of its layers, as an eager call does: from the copy in to the clone out, it
+meets no call of another stream, eager or replayed, in their buffers or in its own.
 """
+
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -15,6 +21,8 @@ from epmoe.core.checks import problem_with_call
 from epmoe.core.errors import CapacityError, InputError, NotCapturableError
 from epmoe.core.layer import MoELayer
 from epmoe.core.phases import phase
+from epmoe.core.split import SplitLayer
+from epmoe.core.workspace import Workspace
 
 WARMUP_CALLS = 2  # before a capture, on its stream: libraries allocate and kernels compile outside of the graph
 
@@ -28,6 +36,7 @@ class GraphedCall:
             _check_layer(one, tokens)
         spec = layer.spec
         shape, device = spec.shape, spec.device
+        self.device, self.workspaces = device, _workspaces_of(self.layers)
         self.x_TH = torch.zeros(tokens, shape.hidden, dtype=spec.dtype, device=device)
         self.ids_TK = torch.full((tokens, shape.topk), -1, dtype=torch.int32, device=device)
         self.weights_TK = torch.zeros(tokens, shape.topk, dtype=torch.float32, device=device)
@@ -69,13 +78,16 @@ class GraphedCall:
             raise problem
         if topk_ids_TK.dtype is torch.int64:  # clamped first: 2**32 would wrap to expert 0
             topk_ids_TK = topk_ids_TK.clamp(-1, spec.shape.experts)
-        self.x_TH[:count] = x_TH
-        self.ids_TK[:count] = topk_ids_TK
-        self.ids_TK[count:] = -1
-        self.weights_TK[:count] = topk_weights_TK
-        with phase("replay"):
-            self.graph.replay()
-        return self.y_TH[:count].clone()
+        with ExitStack() as turns:
+            for workspace in self.workspaces:
+                turns.enter_context(workspace.turn(self.device))
+            self.x_TH[:count] = x_TH
+            self.ids_TK[:count] = topk_ids_TK
+            self.ids_TK[count:] = -1
+            self.weights_TK[:count] = topk_weights_TK
+            with phase("replay"):
+                self.graph.replay()
+            return self.y_TH[:count].clone()
 
     def close(self) -> None:
         """Destroy the graph, once no replay of it is under way."""
@@ -88,6 +100,12 @@ class GraphedCall:
         if self.graph is not None:
             self.graph.reset()
             self.graph = None
+
+
+def _workspaces_of(layers: Sequence[MoELayer]) -> list[Workspace]:
+    """Each workspace of these layers once; at least one: where they have none, it orders the calls of this graph."""
+    found = {id(one.workspace): one.workspace for one in layers if isinstance(one, SplitLayer)}
+    return list(found.values()) or [Workspace()]
 
 
 def _check_layer(layer: MoELayer, tokens: int) -> None:
