@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -10,6 +11,8 @@ from transformers import (
     MixtralConfig,
     Qwen3MoeConfig,
 )
+
+from epmoe.core.weights import ExpertWeights
 
 SIZES = {
     "vocab_size": 64,
@@ -103,3 +106,9 @@ def save_model(family: str, folder: Path, **options) -> torch.nn.Module:
     model = make_model(FAMILIES[family]())
     model.save_pretrained(folder, **options)
     return model
+
+
+def run_expert(weights: ExpertWeights, e: int, x: torch.Tensor) -> torch.Tensor:
+    """f(x) of one expert, spelled out from the meaning of w13 (gate first) and w2."""
+    gate, up = weights.w13_E2IH[e].chunk(2, dim=0)
+    return (F.silu(x @ gate.T) * (x @ up.T)) @ weights.w2_EHI[e].T

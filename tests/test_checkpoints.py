@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from tests.checkpoint_makers import FAMILIES, make_model, save_model
+from tests.checkpoint_makers import FAMILIES, make_model, run_expert, save_model
 
 from epmoe.core.checkpoints import files as checkpoint_files
 from epmoe.core.checkpoints import inspect, load_layer
 from epmoe.core.routing import RouterConfig
-from epmoe.core.weights import ExpertWeights
 
 MOE_LAYERS = {
     "glm4_moe": (1, 2),
@@ -32,12 +30,6 @@ ROUTERS = {
     "qwen3_moe": SOFTMAX,
     "mixtral": SOFTMAX,
 }
-
-
-def run_expert(weights: ExpertWeights, e: int, x: torch.Tensor) -> torch.Tensor:
-    """f(x) of one expert, spelled out from the meaning of w13 (gate first) and w2."""
-    gate, up = weights.w13_E2IH[e].chunk(2, dim=0)
-    return (F.silu(x @ gate.T) * (x @ up.T)) @ weights.w2_EHI[e].T
 
 
 @pytest.fixture(scope="module")

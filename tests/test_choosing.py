@@ -2,29 +2,14 @@
 
 import pytest
 import torch
+from tests.stage_makers import stage
 
 from epmoe.core import registry
-from epmoe.core.capabilities import Capabilities, Spec
+from epmoe.core.capabilities import Spec
 from epmoe.core.choosing import LADDER_ORDER, Verdict, candidates, merge, select
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.memory import Memory, in_words, parse_bytes
-from epmoe.core.registry import Stage
 from epmoe.core.shape import SHAPES
-
-
-def stage(*, memory=None, grants=None, options=(), **can) -> Stage:
-    def never(spec):
-        raise AssertionError("choosing builds nothing")
-
-    return Stage(
-        summary="",
-        capabilities=Capabilities(**can),
-        factory=never,
-        options=dict.fromkeys(options, "what it does"),
-        memory=memory,
-        grants=grants or {},
-    )
-
 
 SLOW = stage(deterministic=True)
 FAST = stage(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.processes import alive, pid_of
 
 from epmoe.core.errors import InputError
 from epmoe.core.launch import RankPool, launch
@@ -26,11 +27,6 @@ def pool():
         yield pool
 
 
-def _pid(group):
-    group.barrier()
-    return os.getpid()
-
-
 def _echo(group, a, b=0):
     return group.rank, group.size, a + b
 
@@ -39,9 +35,9 @@ def test_results_come_by_rank_and_ranks_are_reused(pool):
     assert pool.run(_echo, 3, b=4) == [(0, 3, 7), (1, 3, 7), (2, 3, 7)]
     assert pool.run(_echo, 1, ranks=2) == [(0, 2, 1), (1, 2, 1)]
     assert pool.run(_echo, 1, ranks=1) == [(0, 1, 1)]
-    pids = pool.run(_pid)
+    pids = pool.run(pid_of)
     assert len(set(pids)) == RANKS
-    assert pool.run(_pid) == pids
+    assert pool.run(pid_of) == pids
 
 
 def test_tensors_travel_both_ways(pool):
@@ -80,13 +76,6 @@ def test_a_run_on_more_ranks_than_there_are_is_refused(pool):
 # ---- nothing is left
 
 
-def _alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def _children():
     return Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
 
@@ -97,7 +86,7 @@ def test_twenty_pools_leak_no_process_file_or_folder(monkeypatch, tmp_path):
     for cycle in range(20):
         with RankPool(2, device="cpu") as pool:
             if cycle in (0, 19):
-                pool.run(_pid)
+                pool.run(pid_of)
         counts.append((len(os.listdir("/proc/self/fd")), len(_children())))
         assert not list(tmp_path.iterdir())
     assert counts[-1] == counts[0]
@@ -117,7 +106,7 @@ def test_a_pool_survives_the_thread_that_made_it():
     thread.start()
     thread.join()
     with made[0] as pool:
-        assert len(pool.run(_pid)) == 2
+        assert len(pool.run(pid_of)) == 2
 
 
 def _script(tmp_path, text):
@@ -143,12 +132,12 @@ def test_no_rank_outlives_a_killed_parent(tmp_path):
     assert parent.stdout is not None
     *pids, folder = parent.stdout.readline().split()
     assert len(pids) == 3
-    assert all(_alive(pid) for pid in pids)
+    assert all(alive(pid) for pid in pids)
     assert Path(folder).exists()
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + SECONDS
-    while any(_alive(pid) for pid in pids) or Path(folder).exists():
+    while any(alive(pid) for pid in pids) or Path(folder).exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     parent.stdout.close()
@@ -221,5 +210,5 @@ def test_a_script_that_forgets_to_close_leaves_nothing(tmp_path):
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     *pids, folder = done.stdout.split()
     assert (done.returncode, done.stderr, len(pids)) == (0, "", 3)
-    assert not any(_alive(pid) for pid in pids)
+    assert not any(alive(pid) for pid in pids)
     assert not Path(folder).exists()

@@ -7,10 +7,10 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from tests.processes import alive, pid_of
 
 from epmoe.core.errors import InputError, RankFailedError, RunTimeoutError
 from epmoe.core.launch import RankPool
@@ -31,22 +31,10 @@ def pool():
 @pytest.fixture
 def quick(pool):
     """The test ends in seconds; ranks are up before the clock starts."""
-    pool.run(_pid)
+    pool.run(pid_of)
     began = time.monotonic()
     yield
     assert time.monotonic() - began < SECONDS
-
-
-def _pid(group):
-    group.barrier()
-    return os.getpid()
-
-
-def _alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # ---- a rank raises
@@ -67,19 +55,19 @@ def test_the_real_error_of_one_rank_comes_home_with_its_type(pool, quick):
 
 
 def test_peers_that_were_left_waiting_are_replaced_by_fresh_ranks(pool):
-    before = pool.run(_pid)
+    before = pool.run(pid_of)
     with pytest.raises(KeyError):
         pool.run(_raises_on, [0], KeyError("x"))
-    assert not set(before) & set(pool.run(_pid))
-    assert not any(_alive(pid) for pid in before)
+    assert not set(before) & set(pool.run(pid_of))
+    assert not any(alive(pid) for pid in before)
 
 
 def test_the_same_input_error_on_all_ranks_is_raised_once_and_ranks_are_kept(pool, quick):
-    before = pool.run(_pid)
+    before = pool.run(pid_of)
     with pytest.raises(InputError, match="T=9 over 8") as caught:
         pool.run(_raises_on, range(RANKS), InputError("T=9 over 8"))
     assert caught.value.__notes__ == ["raised on all 3 ranks"]
-    assert pool.run(_pid) == before
+    assert pool.run(pid_of) == before
 
 
 def test_ranks_that_ended_after_different_numbers_of_exchanges_are_replaced(pool):
@@ -87,9 +75,9 @@ def test_ranks_that_ended_after_different_numbers_of_exchanges_are_replaced(pool
         if group.rank == 0:
             group._operations[0] += 1  # as a rank would that made one more exchange than its peers
 
-    before = pool.run(_pid)
+    before = pool.run(pid_of)
     assert pool.run(out_of_step) == [None] * RANKS
-    assert not set(before) & set(pool.run(_pid))
+    assert not set(before) & set(pool.run(pid_of))
 
 
 def test_the_first_error_by_time_wins(pool):
@@ -153,7 +141,7 @@ def test_a_dead_rank_is_named_with_how_it_died(pool, death, words, quick):
             death()
         group.barrier()
 
-    pool.run(_pid)
+    pool.run(pid_of)
     with pytest.raises(
         RankFailedError, match=f"(?s)rank 1 .*{words.removeprefix('(?s)')}"
     ) as caught:
@@ -169,7 +157,7 @@ def test_a_rank_that_dies_while_a_child_holds_its_connection_is_seen(pool, quick
             os._exit(5)
         group.barrier()
 
-    pool.run(_pid)
+    pool.run(pid_of)
     with pytest.raises(RankFailedError, match="rank 1 exited with code 5"):
         pool.run(run)
 
@@ -184,7 +172,7 @@ def _loses_itself(group):
 
 
 def test_a_hang_ends_by_its_limit_and_says_where(pool, quick):
-    before = pool.run(_pid)
+    before = pool.run(pid_of)
     with pytest.raises(RunTimeoutError) as caught:
         pool.run(_loses_itself, timeout=1.5)
     text = str(caught.value)
@@ -192,11 +180,11 @@ def test_a_hang_ends_by_its_limit_and_says_where(pool, quick):
     assert "in _loses_itself" in text
     assert "in barrier" in text
     assert "_wait_for_hangup" not in text
-    assert not any(_alive(pid) for pid in before)
+    assert not any(alive(pid) for pid in before)
 
 
 def test_only_the_stuck_rank_is_named(pool, quick):
-    pool.run(_pid)
+    pool.run(pid_of)
     with pytest.raises(RunTimeoutError, match="had not finished: 1\n"):
         pool.run(lambda group: group.rank != 1 or time.sleep(100), timeout=1.0)
 
@@ -205,7 +193,7 @@ def test_an_interrupt_of_the_wait_leaves_no_rank_running(pool):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    before = pool.run(_pid)
+    before = pool.run(pid_of)
     kept = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.5)
@@ -214,8 +202,8 @@ def test_an_interrupt_of_the_wait_leaves_no_rank_running(pool):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, kept)
-    assert not any(_alive(pid) for pid in before)
-    assert len(pool.run(_pid)) == RANKS
+    assert not any(alive(pid) for pid in before)
+    assert len(pool.run(pid_of)) == RANKS
 
 
 # ---- a rank does not start
@@ -224,7 +212,7 @@ def test_an_interrupt_of_the_wait_leaves_no_rank_running(pool):
 def test_ranks_that_die_at_the_start_say_why(monkeypatch):
     monkeypatch.setattr(rank_process, "_BOOT", "raise SystemExit('no boot')")
     with RankPool(2, device="cpu") as pool, pytest.raises(RankFailedError) as caught:
-        pool.run(_pid)
+        pool.run(pid_of)
     assert "exited with code 1" in str(caught.value)
     assert "no boot" in str(caught.value)
 
@@ -233,10 +221,10 @@ def test_a_start_that_never_ends_is_given_up(monkeypatch):
     monkeypatch.setattr(rank_process, "_BOOT", "import time; time.sleep(60)")
     with RankPool(1, device="cpu", start_timeout=0.5) as pool:
         with pytest.raises(RunTimeoutError, match="ranks had not started: 0"):
-            pool.run(_pid)
+            pool.run(pid_of)
         monkeypatch.undo()
         pool._start_timeout = 60
-        assert len(pool.run(_pid)) == 1
+        assert len(pool.run(pid_of)) == 1
 
 
 # ---- whose fault it is

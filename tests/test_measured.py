@@ -5,29 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.stage_makers import stage
 
 from epmoe.core import measured, own_file
-from epmoe.core.capabilities import Capabilities, Spec
+from epmoe.core.capabilities import Spec
 from epmoe.core.choosing import LADDER_ORDER, select
 from epmoe.core.errors import InputError
 from epmoe.core.measured import Comparison, Situation
-from epmoe.core.registry import Stage
 from epmoe.core.shape import SHAPES
 
 TINY = SHAPES["tiny"]
-
-
-def stage(*, grants=None, options=(), **can) -> Stage:
-    def never(spec):
-        raise AssertionError("choosing builds nothing")
-
-    return Stage(
-        summary="",
-        capabilities=Capabilities(**can),
-        factory=never,
-        options=dict.fromkeys(options, "what it does"),
-        grants=grants or {},
-    )
 
 
 PINNED = stage(options=("steady",), grants={"batch_invariant": {"steady": True}})

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.plan_examples import SLOW, TOY, TOY_DRAW
 
 from epmoe.core.errors import InputError
 from epmoe.core.placement import contiguous, explicit, round_robin
@@ -28,11 +29,7 @@ from epmoe.core.plan.gpus import GPUS, custom_gpu, named_gpu
 from epmoe.core.shape import MoEShape, named_shape
 
 HALF: Any = 0.5  # of what has to be whole
-TOY = named_shape("toy")  # H 4, I 2, E 4, K 2
 GLM = named_shape("glm-5.3-flash")  # H 4096, I 2048, E 288, K 8
-# two ranks with two tokens each; experts 0 and 1 live on rank 0
-TOY_DRAW = [torch.tensor([[0, 1], [1, 2]]), torch.tensor([[2, 3], [0, 3]])]
-SLOW = custom_gpu(memory_bandwidth=100.0, bf16_flops=1000.0, nvlink_bandwidth=10.0)
 
 
 def uniform_draw(shape: MoEShape, tokens: int, seed: int) -> torch.Tensor:

@@ -5,12 +5,12 @@ import json
 
 import pytest
 from rich.console import Console
+from tests.plan_examples import SLOW, TOY
 from typer.testing import CliRunner
 
 from epmoe.core.cli import app
 from epmoe.core.errors import InputError
 from epmoe.core.plan import SCHEMES, plan
-from epmoe.core.plan.gpus import custom_gpu
 from epmoe.core.plan.render import (
     headline,
     parse_gpu,
@@ -20,9 +20,7 @@ from epmoe.core.plan.render import (
 )
 from epmoe.core.shape import named_shape
 
-TOY = named_shape("toy")
 GLM = named_shape("glm-5.3-flash")
-SLOW = custom_gpu(memory_bandwidth=100.0, bf16_flops=1000.0, nvlink_bandwidth=10.0)
 
 
 def printed(renderable, width: int = 100) -> str:

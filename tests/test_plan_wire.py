@@ -4,21 +4,17 @@ import math
 
 import pytest
 import torch
+from tests.plan_examples import SLOW, TOY, TOY_DRAW
 
 from epmoe.core.launch import launch
 from epmoe.core.layer import build
 from epmoe.core.ledger import record
 from epmoe.core.placement import contiguous
 from epmoe.core.plan import drawn_load, expected_load, plan, wire_bytes
-from epmoe.core.plan.gpus import custom_gpu
 from epmoe.core.shape import named_shape
 from epmoe.core.weights import random_weights
 
-TOY = named_shape("toy")  # H 4, I 2, E 4, K 2
 GLM = named_shape("glm-5.3-flash")
-# two ranks with two tokens each; experts 0 and 1 live on rank 0
-TOY_DRAW = [torch.tensor([[0, 1], [1, 2]]), torch.tensor([[2, 3], [0, 3]])]
-SLOW = custom_gpu(memory_bandwidth=100.0, bf16_flops=1000.0, nvlink_bandwidth=10.0)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from tests.checkpoint_makers import run_expert
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from epmoe.core.checkpoints import hidden_states, inspect, load_layer
 from epmoe.core.errors import InputError
-from epmoe.core.weights import ExpertWeights
 
 MODELS = Path(__file__).parents[1] / "models"
 TINY = MODELS / "tiny-glm-moe"
@@ -48,12 +48,6 @@ def model():
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
-
-
-def run_expert(weights: ExpertWeights, e: int, x: torch.Tensor) -> torch.Tensor:
-    """f(x) of one expert, spelled out from the meaning of w13 (gate first) and w2."""
-    gate, up = weights.w13_E2IH[e].chunk(2, dim=0)
-    return (F.silu(x @ gate.T) * (x @ up.T)) @ weights.w2_EHI[e].T
 
 
 def held_out_text() -> bytes:
