@@ -5,6 +5,7 @@ from epmoe.core.conformance import (
     test_contract,
     test_failures,
     test_graphs,
+    test_layouts,
     test_life,
     test_memory,
     test_numerics,
@@ -15,6 +16,7 @@ from epmoe.core.conformance import (
 
 for _module in (
     test_values,
+    test_layouts,
     test_numerics,
     test_contract,
     test_failures,
