@@ -5,10 +5,13 @@ exchange on the control plane: its own problem, if it has one, and a fingerprint
 raise the same error, or none does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from epmoe.core.errors import DisagreementError, InputError
 from epmoe.core.groups import EPGroup
+
+T = TypeVar("T")
 
 
 def agree(group: EPGroup, fingerprint: Mapping[str, object], problem: InputError | None) -> None:
@@ -28,6 +31,17 @@ def agree(group: EPGroup, fingerprint: Mapping[str, object], problem: InputError
         if theirs is not None:
             raise type(theirs)(f"rank {rank}: {theirs}") from problem
     _compare([prints for _, prints in everyone])
+
+
+def together(group: EPGroup, make: Callable[[], T]) -> T:
+    """What `make` returns on this rank; what it refuses on any rank is raised on all of them. Collective."""
+    made, problem = [], None
+    try:
+        made.append(make())
+    except InputError as error:
+        problem = error
+    agree(group, {}, problem)
+    return made[0]
 
 
 def _compare(prints: list[dict[str, object]]) -> None:

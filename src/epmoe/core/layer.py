@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from epmoe.core import choosing, ledger, registry
-from epmoe.core.agreement import agree
+from epmoe.core.agreement import agree, together
 from epmoe.core.ambient import building, calling, no_autocast
 from epmoe.core.capabilities import Capabilities, Wishes
 from epmoe.core.checks import (
@@ -93,7 +93,7 @@ class MoELayer(ABC):
         if topk_ids_TK.dtype is torch.int64:  # clamped first: 2**32 would wrap to expert 0
             topk_ids_TK = topk_ids_TK.clamp(-1, self.spec.shape.experts).to(torch.int32)
         rounds = plan_rounds(self.spec, len(x_TH), max_tokens, _capturing(self.spec.device))
-        with calling(x_TH.device):
+        with calling(x_TH.device, self):
             if self.counter is not None:
                 self.counter.add(topk_ids_TK)
             if self.spec.lost == "renormalise":
@@ -286,8 +286,12 @@ def build(
     assert spec is not None
     if spec.stage == choosing.AUTO:
         spec = choosing.settle(spec, overflow)
-    with building():
-        return registry.load(spec.stage).factory(spec)
+
+    def make() -> MoELayer:
+        with building():
+            return registry.load(spec.stage).factory(spec)
+
+    return together(group, make)  # a stage may refuse what only it can judge
 
 
 def _capturing(device: torch.device) -> bool:

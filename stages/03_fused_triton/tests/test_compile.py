@@ -63,9 +63,9 @@ def jobs(arch: int) -> dict:
                 f"tensordesc<bf16[{config.block_r or config.block_m}, {config.block_k}]>"
             )
         if which == "gate_up":
-            meta |= {"w_ptr": w, "ITEMS": items}
+            meta |= {"w_ptr": w, "ITEMS": items, "EXPERT_ROWS": 2 * I}
             return gemm_kernels.gate_up_kernel, meta, warps, stages
-        meta |= {"w_ptr": w, "WORDS": words}
+        meta |= {"w_ptr": w, "WORDS": words, "EXPERT_ROWS": H}
         return gemm_kernels.down_kernel, meta, warps, stages
 
     group = {"BLOCK_M": 16, "BLOCK_S": 16, "BLOCK_N": 2048, "BLOCK_C": 4096, "MOST": 8192}
@@ -76,7 +76,6 @@ def jobs(arch: int) -> dict:
         **rule,
         "ID_WORD": row.slots_at // 4,
         "ROUTE": True,
-        "KEEP": True,
         "EP": EP,
         "DESTS": 1,
         "BLOCK_H": 4096,

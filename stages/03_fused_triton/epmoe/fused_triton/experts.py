@@ -10,10 +10,10 @@ from epmoe.core import ledger
 from epmoe.core.contract import Delivers
 from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.split import Experts, Rows
-from epmoe.core.weights import ExpertWeights
 from epmoe.core.workspace import Workspace
 from epmoe.fused_triton import fusions, kernels, twins, work_list
 from epmoe.fused_triton.tuning import Choice, Tuning
+from epmoe.fused_triton.weight_layout import expert_rows
 
 
 class TritonExperts(Experts):
@@ -25,9 +25,9 @@ class TritonExperts(Experts):
     """
 
     def __init__(self, spec: LayerSpec, workspace: Workspace, delivers: Delivers):
-        weights = spec.weights
-        self.weights = ExpertWeights(weights.w13_E2IH.contiguous(), weights.w2_EHI.contiguous())
-        self.workspace, self.spec = workspace, spec
+        self.weights, self.workspace, self.spec = spec.weights, workspace, spec
+        for name, w_EAB in (("w13", self.weights.w13_E2IH), ("w2", self.weights.w2_EHI)):
+            expert_rows(name, w_EAB)  # refuses what kernels cannot read
         self.static = delivers.sizes == "static"
         # of rows that everybody gets, one in EP is likely to be for this rank; any number is right
         self.ranks = spec.group.size if self.static else 1
@@ -37,9 +37,8 @@ class TritonExperts(Experts):
         self.tuning = Tuning.of(spec, self.exact)
         self._most = spec.group.size * spec.max_tokens_per_rank * spec.shape.topk
         self._most_experts = max(spec.placement.counts())  # the same buffer on every rank
-        self._work_list(
-            self._most, tile_rows=16
-        )  # buffers are made now, outside of any graph capture
+        # buffers are made now, outside of any graph capture
+        self._work_list(self._most, tile_rows=16)
         self._intermediates(self._most)
 
     # --8<-- [start:experts]

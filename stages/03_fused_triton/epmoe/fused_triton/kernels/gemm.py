@@ -11,6 +11,7 @@ from epmoe.fused_triton.kernels.config import GemmConfig
 from epmoe.fused_triton.kernels.dispatch import gather_rows
 from epmoe.fused_triton.kernels.gemm_kernels import down_kernel, gate_up_kernel
 from epmoe.fused_triton.kernels.metadata import ExpertTiles, max_tiles
+from epmoe.fused_triton.weight_layout import as_rows
 
 _WIDTH_MESSAGE = "block_r={} needs rows of a multiple of 16 bytes: use block_r=0 for width {}"
 
@@ -28,10 +29,9 @@ def _programs(
     return min(items, config.waves * multiprocessors(tiles.offsets.device))
 
 
-def _matrix(w: Tensor, block: int, config: GemmConfig, tma: bool) -> Tensor | TensorDescriptor:
-    """A tensor as [rows, width]; through a tensor descriptor where the config asks for one and the shape allows it."""
-    flat = w.view(-1, w.shape[-1])
-    aligned = flat.stride(0) * w.itemsize % 16 == 0 and flat.data_ptr() % 16 == 0
+def _matrix(flat: Tensor, block: int, config: GemmConfig, tma: bool) -> Tensor | TensorDescriptor:
+    """[rows, width], dense; through a tensor descriptor where the config asks for one and the shape allows it."""
+    aligned = flat.stride(0) * flat.itemsize % 16 == 0 and flat.data_ptr() % 16 == 0
     if not (tma and aligned):
         return flat
     return TensorDescriptor.from_tensor(flat, [block, config.block_k])
@@ -56,7 +56,7 @@ def gate_up(
 
     Args:
         rows: received rows, read in place.
-        w13_E2IH: [E_local, 2I, H], gate rows first, contiguous, the dtype of the rows.
+        w13_E2IH: [E_local, 2I, H], gate rows first, the dtype of the rows; any layout of `weight_layout`.
         tiles: from `group_slots`.
         h_NI: [N, I] of the same dtype; positions at and after offsets[-1] stay unwritten.
         ranks: EP; sizes the grid for this rank's fair share (any share is computed).
@@ -65,14 +65,15 @@ def gate_up(
     """
     experts, double, hidden = w13_E2IH.shape
     slots = tiles.sorted_slots.shape[0]
-    _check_gemm(tiles, config, experts, w13=w13_E2IH, h=h_NI)
+    _check_gemm(tiles, config, experts, h=h_NI)
     need_dtype("w13", w13_E2IH, rows.x_RH.dtype)
     need_dtype("h", h_NI, rows.x_RH.dtype)
     need_shape("x", rows.x_RH, (len(rows.slots_RJ), hidden))
     need_shape("h", h_NI, (slots, double // 2))
     if experts == 0 or slots == 0:
         return
-    w = _matrix(w13_E2IH, config.block_n, config, config.tma)
+    flat, apart = as_rows("w13", w13_E2IH)
+    w = _matrix(flat, config.block_n, config, config.tma)
     columns = -(-double // 2 // config.block_n)
     x = rest = rows.x_RH
     if config.tma_rows and hidden * x.itemsize % 16 == 0:
@@ -82,7 +83,7 @@ def gate_up(
     launch(
         gate_up_kernel, (_programs(tiles, experts, columns, ranks, config),),
         x, rest, w, h_NI, tiles.sorted_slots, tiles.tiles,
-        H=hidden, I=double // 2, K=rows.slots_RJ.shape[1], ITEMS=rows.x_RH.stride(0),
+        H=hidden, I=double // 2, K=rows.slots_RJ.shape[1], ITEMS=rows.x_RH.stride(0), EXPERT_ROWS=apart,
         TMA_ROWS=isinstance(x, TensorDescriptor), **compile_time(config, isinstance(w, TensorDescriptor)), pdl=pdl,
     )  # fmt: skip
 
@@ -96,13 +97,13 @@ def down(
     Args:
         rows: received rows, for the routing weights.
         h_NI: from `gate_up`.
-        w2_EHI: [E_local, H, I], contiguous.
+        w2_EHI: [E_local, H, I]; any layout of `weight_layout`.
         out_NH: float32, or the dtype of h (rounded after the weight).
         ranks, pdl: as in `gate_up`. With pdl the kernel before this one must be `gate_up` on the same tiles.
     """
     experts, hidden, inner = w2_EHI.shape
     slots = tiles.sorted_slots.shape[0]
-    _check_gemm(tiles, config, experts, w2=w2_EHI, h=h_NI, out=out_NH)
+    _check_gemm(tiles, config, experts, h=h_NI, out=out_NH)
     need_dtype("w2", w2_EHI, h_NI.dtype)
     need_dtype("out", out_NH, torch.float32, h_NI.dtype)
     need_shape("h", h_NI, (slots, inner))
@@ -110,13 +111,14 @@ def down(
     need_shape("weights", rows.weights_RJ, tuple(rows.slots_RJ.shape))
     if experts == 0 or slots == 0:
         return
-    w = _matrix(w2_EHI, config.block_n, config, config.tma)
+    flat, apart = as_rows("w2", w2_EHI)
+    w = _matrix(flat, config.block_n, config, config.tma)
     h, rest = _row_arguments(h_NI, config)
     columns = -(-hidden // config.block_n)
     launch(
         down_kernel, (_programs(tiles, experts, columns, ranks, config),),
         h, rest, w, rows.weights_RJ, out_NH, tiles.sorted_slots, tiles.tiles,
-        H=hidden, I=inner, K=rows.slots_RJ.shape[1], WORDS=rows.weights_RJ.stride(0),
+        H=hidden, I=inner, K=rows.slots_RJ.shape[1], WORDS=rows.weights_RJ.stride(0), EXPERT_ROWS=apart,
         TMA_ROWS=isinstance(h, TensorDescriptor), **compile_time(config, isinstance(w, TensorDescriptor)), pdl=pdl,
     )  # fmt: skip
 

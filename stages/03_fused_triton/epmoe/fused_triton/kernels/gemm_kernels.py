@@ -125,7 +125,7 @@ def accumulator(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr
 @triton.jit
 def gate_up_kernel(
     x_ptr, rest_ptr, w_ptr, h_ptr, sorted_ptr, tiles_ptr,
-    H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, ITEMS: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, ITEMS: tl.constexpr, EXPERT_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +136,7 @@ def gate_up_kernel(
     pdl_start_next(PDL)
     for work in tl.range(tl.program_id(0), tiles * NUM_N, tl.num_programs(0)):
         tile, n = work_item(work, tiles, NUM_N, GROUP_M)
-        gate_row = tl.load(tiles_ptr + tile * 4).to(tl.int64) * (2 * I) + n * BLOCK_N
+        gate_row = tl.load(tiles_ptr + tile * 4).to(tl.int64) * EXPERT_ROWS + n * BLOCK_N
         end = tl.load(tiles_ptr + tile * 4 + 2)
         start = tl.load(tiles_ptr + tile * 4 + 1)
         offs_m = start + tl.arange(0, BLOCK_M)
@@ -194,7 +194,7 @@ def store_weighed(
 @triton.jit
 def down_kernel(
     h_ptr, rest_ptr, w_ptr, weights_ptr, rows_ptr, sorted_ptr, tiles_ptr,
-    H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, EXPERT_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +206,7 @@ def down_kernel(
     pdl_start_next(PDL)
     for work in tl.range(tl.program_id(0), tiles * NUM_N, tl.num_programs(0)):
         tile, n = work_item(work, tiles, NUM_N, GROUP_M)
-        w_row = tl.load(tiles_ptr + tile * 4).to(tl.int64) * H + n * BLOCK_N
+        w_row = tl.load(tiles_ptr + tile * 4).to(tl.int64) * EXPERT_ROWS + n * BLOCK_N
         end = tl.load(tiles_ptr + tile * 4 + 2)
         start = tl.load(tiles_ptr + tile * 4 + 1)
         offs_m = start + tl.arange(0, BLOCK_M)
