@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import click
 import typer
 
 
@@ -18,17 +17,16 @@ def _command(name: str, command: Any) -> list[str]:
         return [
             part for sub, one in command.commands.items() for part in _command(f"{name} {sub}", one)
         ]
-    context = click.Context(command, info_name=name)
     words = (command.help or "").strip()
     arguments = " ".join(p.name.upper() for p in command.params if p.param_type_name == "argument")
     parts = [f"## `{name}`", words, f"```bash\n{name} {arguments}".rstrip() + "\n```"]
-    rows = [_option(p, context) for p in command.params if p.name not in ("help", "version")]
+    rows = [_option(p) for p in command.params if p.name not in ("help", "version")]
     if rows:
         parts.append("| option | default | what |\n|---|---|---|\n" + "\n".join(rows))
     return parts
 
 
-def _option(option: Any, context: click.Context) -> str:
+def _option(option: Any) -> str:
     names = ", ".join(f"`{o}`" for o in (*option.opts, *option.secondary_opts))
     if option.param_type_name == "argument":
         names = f"`{option.name.upper()}`"

@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 _FACTS: dict[str, Callable[..., str]] = {**fact_tables.FACTS}
 
 
-def fact(name: str, arguments: str, page: str) -> str:
-    """The text that stands for {{ name(arguments) }} on `page`."""
+def fact(name: str, arguments: str) -> str:
+    """The text that stands for {{ name(arguments) }}."""
     words = [word.strip() for word in arguments.split(",") if word.strip()]
     if name == "figure":
         picture, caption = idea_figures.draw(words[0])

@@ -107,7 +107,7 @@ def on_page_markdown(text, page, config, files):
 
     def one(match: re.Match[str]) -> str:
         try:
-            return facts.fact(match[1], match[2] or "", name)
+            return facts.fact(match[1], match[2] or "")
         except Exception as error:
             raise PluginError(f"{name}: {match[0]} cannot be computed: {error!r}") from error
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from epmoe.core import cli, launch
 from epmoe.core.bench import results
-from epmoe.core.commands.terminal import check_files, whole_numbers
+from epmoe.core.commands.terminal import check_file, whole_numbers
 from epmoe.core.errors import InputError
 
 RUNS = ("tour", "check 00", "trace 00", "stages", "doctor", "plan", "bench", "bench padding")
@@ -46,7 +46,7 @@ def test_json_in_a_missing_folder_is_refused_before_the_run(command, tmp_path):
 
 def test_bench_makes_folders_but_none_below_a_file(tmp_path):
     (tmp_path / "file").write_text("")
-    check_files(tmp_path / "new" / "newer" / "a.json", makes_folders=True)
+    check_file(tmp_path / "new" / "newer" / "a.json", makes_folders=True)
     assert "cannot be written" in refused("bench", "--json", tmp_path / "file" / "a.json")
 
 

@@ -75,24 +75,24 @@ def test_facts_on_pages_can_be_computed():
         for name, words in re.findall(r"\{\{ *(\w+)(?:\((.*?)\))? *\}\}", text_of(page)):
             assert name in known, f"{page}: {name}"
             if name not in ("figure", "command_help"):
-                assert facts.fact(name, words, "page.md")
+                assert facts.fact(name, words)
 
 
 def test_an_unknown_fact_is_refused():
     with pytest.raises(KeyError, match="no fact is called"):
-        facts.fact("no_such_thing", "", "page.md")
+        facts.fact("no_such_thing", "")
     with pytest.raises(KeyError, match="no figure is called"):
-        facts.fact("figure", "no_such_thing", "page.md")
+        facts.fact("figure", "no_such_thing")
 
 
 def test_worked_numbers_by_hand():
     assert (
-        facts.fact("expert_mb", "glm-5.3-flash", "")
+        facts.fact("expert_mb", "glm-5.3-flash")
         == f"{3 * 4096 * 2048 * 2 / 1e6:.1f} MB"
         == "50.3 MB"
     )
-    assert facts.fact("active", "8", "") == f"{72 * (1 - (1 - 8 / 288) ** 32):.1f}"
-    assert facts.fact("hit_percent", "2", "").endswith("%")
+    assert facts.fact("active", "8") == f"{72 * (1 - (1 - 8 / 288) ** 32):.1f}"
+    assert facts.fact("hit_percent", "2").endswith("%")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_worked_numbers_by_hand():
     ["moe", "expert_parallelism", "all_to_all", "memory_floor", "cuda_graphs", "determinism"],
 )
 def test_figures_are_themed_and_say_what_they_show(name):
-    shown = facts.fact("figure", name, "page.md")
+    shown = facts.fact("figure", name)
     assert shown.count("<figure") == 1
     assert "\n" not in shown
     assert re.search(r'role="img" aria-label="[^"]{20,}"', shown)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from epmoe.core.placement import contiguous, explicit, round_robin
 from epmoe.core.plan import (
     SCHEMES,
     Plan,
-    active_experts,
     drawn_load,
     expected_active,
     expected_load,
@@ -52,7 +52,7 @@ def test_toy_draw_counted_by_hand():
 def test_masked_and_repeated_ids():
     ids_TK = torch.tensor([[-1, -1], [3, -1], [3, 3]], dtype=torch.int32)
     load = drawn_load(TOY, [ids_TK, ids_TK[:0]])
-    assert active_experts(ids_TK, contiguous(4, 2)) == (0, 1)
+    assert load.active == (0, 1)
     assert load.slots_SD == ((0, 3), (0, 0))
     assert load.hits_SD == ((0, 2), (0, 0))
 
@@ -65,7 +65,8 @@ def test_expected_active_experts_of_the_shape_of_record(tokens, active):
 def test_a_rank_without_experts_or_without_tokens():
     assert expected_active(MoEShape(hidden=4, intermediate=2, experts=3, topk=1), 4, 5)[3] == 0
     assert expected_active(TOY, 2, 0) == (0, 0)
-    assert active_experts(torch.empty(0, 2, dtype=torch.int64), contiguous(4, 2)) == (0, 0)
+    nobody = torch.empty(0, 2, dtype=torch.int64)
+    assert drawn_load(TOY, [nobody, nobody]).active == (0, 0)
 
 
 def test_hit_probability_by_hand():
@@ -229,9 +230,9 @@ BAD_CALLS = {
     "placement of another EP": (lambda: plan(TOY, 2, 1, SLOW, placement=contiguous(4, 3)), "ep=2"),
     "capacity below T": (lambda: plan(TOY, 2, 5, SLOW, capacity=4), "capacity=4"),
     "half of a capacity": (lambda: plan(TOY, 2, 5, SLOW, capacity=HALF), "capacity=0.5"),
-    "id too large": (lambda: active_experts(torch.tensor([[4]]), contiguous(4, 2)), "hold 4"),
-    "id below -1": (lambda: active_experts(torch.tensor([[-2]]), contiguous(4, 2)), "hold -2"),
-    "ids in float": (lambda: active_experts(torch.ones(1, 1), contiguous(4, 2)), "float32"),
+    "id too large": (lambda: drawn_load(TOY, [torch.tensor([[4, 0]])] * 2), "hold 4"),
+    "id below -1": (lambda: drawn_load(TOY, [torch.tensor([[-2, 0]])] * 2), "hold -2"),
+    "ids in float": (lambda: drawn_load(TOY, [torch.ones(1, 2)] * 2), "float32"),
     "wrong K": (lambda: drawn_load(TOY, [torch.tensor([[1]])] * 2), "topk=2"),
     "draw of another length": (lambda: plan(TOY, 2, 3, SLOW, TOY_DRAW), "[2, 2]"),
     "flat draw of another length": (lambda: plan(TOY, 2, 3, SLOW, torch.cat(TOY_DRAW)), "6 tokens"),
@@ -245,8 +246,7 @@ BAD_CALLS = {
         "active_experts=nan",
     ),
     "no bandwidth": (lambda: custom_gpu(0, 1, 1), "memory_bandwidth=0"),
-    "half a multiprocessor": (lambda: custom_gpu(1, 1, 1, sm_count=HALF), "sm_count=0.5"),
-    "measured by nobody": (lambda: custom_gpu(1, 1, 1, measured_bandwidth=1), "measured_source"),
+    "measured by nobody": (lambda: replace(SLOW, measured_bandwidth=1), "measured_source"),
     "not a plan": (lambda: Plan.from_json("{}"), "no plan"),
     "not JSON": (lambda: Plan.from_json("nonsense"), "no plan"),
 }

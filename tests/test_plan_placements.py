@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from epmoe.core.errors import InputError
 from epmoe.core.placement import contiguous, replicated
-from epmoe.core.plan import active_experts, drawn_load, expected_load, plan
+from epmoe.core.plan import drawn_load, expected_load, plan
 from epmoe.core.shape import named_shape
 
 TOY = named_shape("toy")  # E 4, K 2
@@ -54,8 +53,3 @@ def test_lost_experts_ask_nothing_of_anybody():
 def test_replicas_take_memory():
     found = plan(TOY, 2, 4, placement=MAP)
     assert (found.placement, [rank.local_experts for rank in found.ranks]) == ("replicated", [2, 3])
-
-
-def test_active_experts_of_nobody_in_particular():
-    with pytest.raises(InputError, match="expert 0 lives on ranks"):
-        active_experts(DRAW, MAP)

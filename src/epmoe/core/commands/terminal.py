@@ -19,16 +19,17 @@ answers = Console(quiet=not speaks())
 notes = Console(stderr=True, quiet=not speaks())  # progress: standard output stays clean for --json
 
 
-def check_files(*paths: Path | None, makes_folders: bool = False) -> None:
-    """Raise InputError before anything runs where a file could not be written.
+def check_file(path: Path | None, makes_folders: bool = False) -> None:
+    """Raise InputError before anything runs where the file could not be written.
 
     makes_folders: the writer makes missing folders, so only what is there already can be in its way.
     """
-    for path in paths if speaks() else ():  # other ranks write nothing, maybe on other machines
-        if path is not None and not _can_be_written(path, makes_folders):
-            raise InputError(
-                f"{path} cannot be written: name a file in a folder that exists and lets you write"
-            )
+    if path is None or not speaks():  # other ranks write nothing, maybe on other machines
+        return
+    if not _can_be_written(path, makes_folders):
+        raise InputError(
+            f"{path} cannot be written: name a file in a folder that exists and lets you write"
+        )
 
 
 def _can_be_written(path: Path, makes_folders: bool) -> bool:
@@ -42,13 +43,13 @@ def _can_be_written(path: Path, makes_folders: bool) -> bool:
 
 def writable(target: Any) -> Any:
     """Callback of options that name a file to write, `-` for standard output: refused before a long run, not after."""
-    check_files(_file(target))
+    check_file(_file(target))
     return target
 
 
 def writable_in_new_folder(target: Any) -> Any:
     """As `writable`, for commands that make the folder."""
-    check_files(_file(target), makes_folders=True)
+    check_file(_file(target), makes_folders=True)
     return target
 
 

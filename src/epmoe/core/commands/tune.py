@@ -9,7 +9,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from epmoe.core import own_file, tune
-from epmoe.core.commands.terminal import check_files, whole_numbers
+from epmoe.core.commands.terminal import check_file, whole_numbers
 from epmoe.core.errors import InputError
 from epmoe.core.ranks.torchrun import speaks
 from epmoe.core.shape import named_shape
@@ -31,7 +31,7 @@ def guide(
 ) -> tuple[dict[str, Any], Table]:
     """Tune, and return the file's content and a table of this run's entries. Arguments as the command's options."""
     tuner, path = tune.tuner_of(stage), out or own_file.default_file()
-    check_files(path, makes_folders=True)  # $EPMOE_TUNING may name it too
+    check_file(path, makes_folders=True)  # $EPMOE_TUNING may name it too
     data, sizes, counts = own_file.load(path), named_shape(shape), whole_numbers("tokens", tokens)
     if 0 in counts:
         raise InputError(f"tokens={tokens!r}: give numbers from 1, without tokens nothing is timed")

@@ -17,7 +17,6 @@ from epmoe.core.plan.floor import Floor, expert_bytes, floor
 from epmoe.core.plan.gpus import GPUS, Gpu, custom_gpu, named_gpu
 from epmoe.core.plan.load import (
     Load,
-    active_experts,
     drawn_load,
     expected_active,
     expected_load,
@@ -37,7 +36,6 @@ __all__ = [
     "Plan",
     "RankPlan",
     "Wire",
-    "active_experts",
     "custom_gpu",
     "drawn_load",
     "expected_active",

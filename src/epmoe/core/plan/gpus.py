@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 from epmoe.core.errors import InputError
-from epmoe.core.values import check_whole
 
 
 def _check_positive(gpu: str, field_name: str, value: float) -> None:
@@ -29,10 +28,7 @@ class Gpu:
         bf16_flops: dense operations/s of the tensor cores in bfloat16 or float16 (a multiply-add counts as two).
         fp8_flops: the same in 8-bit floats; None where the GPU has none.
         nvlink_bandwidth: bytes/s that one GPU can send while it receives as much.
-        sm_count: streaming multiprocessors that are switched on.
-        shared_memory_per_block: bytes that one block can ask for.
         memory: bytes of memory.
-        capability: CUDA compute capability, (major, minor).
         source: where the datasheet figures come from.
     """
 
@@ -43,10 +39,7 @@ class Gpu:
     bf16_flops: float
     fp8_flops: float | None = None
     nvlink_bandwidth: float
-    sm_count: int
-    shared_memory_per_block: int
     memory: float
-    capability: tuple[int, int]
     source: str
 
     def __post_init__(self):
@@ -55,8 +48,6 @@ class Gpu:
         for field_name in ("measured_bandwidth", "fp8_flops"):
             if getattr(self, field_name) is not None:
                 _check_positive(self.name, field_name, getattr(self, field_name))
-        for field_name in ("sm_count", "shared_memory_per_block"):
-            check_whole(f"{self.name}: {field_name}", getattr(self, field_name), 1)
         if self.measured_bandwidth is not None and not self.measured_source:
             raise InputError(
                 f"{self.name}: measured_bandwidth={self.measured_bandwidth:g} has no measured_source: say what was run"
@@ -89,10 +80,6 @@ _POSITIVE = (
     "memory",
 )
 
-_SHARED_MEMORY = (
-    227 * 1024
-)  # bytes; the same on Hopper and on data-centre Blackwell (CUDA programming guide)
-
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -102,10 +89,7 @@ GPUS: dict[str, Gpu] = {
             bf16_flops=989.4e12,
             fp8_flops=1978.9e12,
             nvlink_bandwidth=450e9,
-            sm_count=132,
-            shared_memory_per_block=_SHARED_MEMORY,
             memory=80e9,
-            capability=(9, 0),
             source="NVIDIA H100 Tensor Core GPU datasheet, SXM",
         ),
         Gpu(
@@ -116,10 +100,7 @@ GPUS: dict[str, Gpu] = {
             bf16_flops=989.4e12,
             fp8_flops=1978.9e12,
             nvlink_bandwidth=450e9,
-            sm_count=132,
-            shared_memory_per_block=_SHARED_MEMORY,
             memory=141e9,
-            capability=(9, 0),
             source="NVIDIA H200 Tensor Core GPU datasheet, SXM",
         ),
         Gpu(
@@ -128,10 +109,7 @@ GPUS: dict[str, Gpu] = {
             bf16_flops=2.25e15,
             fp8_flops=4.5e15,
             nvlink_bandwidth=900e9,
-            sm_count=148,
-            shared_memory_per_block=_SHARED_MEMORY,
             memory=180e9,
-            capability=(10, 0),
             source="NVIDIA DGX B200 datasheet, an eighth of the system",
         ),
     )
@@ -152,29 +130,13 @@ def custom_gpu(
     memory_bandwidth: float,
     bf16_flops: float,
     nvlink_bandwidth: float,
-    *,
-    name: str = "custom",
-    fp8_flops: float | None = None,
-    measured_bandwidth: float | None = None,
-    measured_source: str = "",
-    sm_count: int = 132,
-    shared_memory_per_block: int = _SHARED_MEMORY,
-    memory: float = 80e9,
-    capability: tuple[int, int] = (9, 0),
-    source: str = "given by the caller",
 ) -> Gpu:
-    """A GPU from its figures (units as in `Gpu`); sizes that the limits do not use default to Hopper's."""
+    """A GPU from the figures that every limit needs (units as in `Gpu`); `dataclasses.replace` adds others."""
     return Gpu(
-        name=name,
+        name="custom",
         memory_bandwidth=memory_bandwidth,
-        measured_bandwidth=measured_bandwidth,
-        measured_source=measured_source,
         bf16_flops=bf16_flops,
-        fp8_flops=fp8_flops,
         nvlink_bandwidth=nvlink_bandwidth,
-        sm_count=sm_count,
-        shared_memory_per_block=shared_memory_per_block,
-        memory=memory,
-        capability=capability,
-        source=source,
+        memory=80e9,  # no limit depends on it
+        source="given by the caller",
     )

@@ -63,23 +63,6 @@ class Load:
         return tuple(sum(column) for column in zip(*self.hits_SD, strict=True))
 
 
-def active_experts(topk_ids: Tensor | Sequence[Tensor], placement: Placement) -> tuple[int, ...]:
-    """Experts of every rank that at least one token names.
-
-    Args:
-        topk_ids: [tokens, K] integer ids of the tokens of ALL ranks, or a list of such tensors; -1 is no expert.
-        placement: the expert map; with replicas it depends on the source rank who is active: use `drawn_load`.
-
-    Raises InputError for an id outside [-1, E), and for a map with replicas.
-    """
-    draws = [topk_ids] if isinstance(topk_ids, Tensor) else list(topk_ids)
-    for ids_TK in draws:
-        _check_ids(ids_TK, placement.experts)
-    named = torch.cat([ids_TK.reshape(-1).long().cpu() for ids_TK in draws])
-    owners = placement.owner_table()[named[named >= 0].unique()]
-    return tuple(torch.bincount(owners, minlength=placement.ranks).tolist())
-
-
 def expected_active(
     shape: MoEShape,
     ep: int,
