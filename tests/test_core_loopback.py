@@ -138,6 +138,68 @@ def test_wire_bytes_are_those_of_the_whole_group():
     assert book.collectives[1].wire_bytes == 2 * 4 * 16 * 4
 
 
+def test_each_layer_receives_what_was_recorded_through_it():
+    """Two layers of one chain, other tokens through each: neither call gets the peers of the other."""
+    case = case_of(tokens=(TOKENS, (4, 2, 1)))
+    group, first = played(case, 0)
+    weights = case.weights_of(case.placed().experts_of(0))
+    second, third = (build("02", SHAPE, weights, case.placed(), group, 6) for _ in range(2))
+    own, (before, after) = calls_of(case)[0], (calls_of(case, 0), calls_of(case, 1))
+    group.record_peers(first, before)
+    wanted_TH = first(*own, max_tokens=4)
+    group.record_peers(second, after)
+    other_TH = second(*own, max_tokens=4)
+    assert not torch.equal(wanted_TH, other_TH)
+    assert torch.equal(first(*own, max_tokens=4), wanted_TH)
+    assert torch.equal(third(*own, max_tokens=4), other_TH)  # through it nothing was: the latest
+
+
+def test_a_recording_is_for_rows_that_are_packed_alike():
+    """Peers that know another map, mask or rule for lost experts would send other rows."""
+    case = case_of()
+    group, layer = played(case, 0)
+    group.record_peers(layer, calls_of(case))
+    own, words = calls_of(case)[0], "nothing was recorded for 4 tokens .* map and mask"
+    for more, placement in (
+        ({}, case_of(placement="round_robin").placed()),
+        ({"lost": "renormalise"}, case.placed()),
+    ):
+        weights = case.weights_of(placement.experts_of(0))
+        other = build("02", SHAPE, weights, placement, group, 6, **more)
+        with pytest.raises(InputError, match=words):
+            other(*own, max_tokens=4)
+    layer.mask_ranks([1])
+    with pytest.raises(InputError, match=words):
+        layer(*own, max_tokens=4)
+    layer.mask_ranks(())
+    layer(*own, max_tokens=4)
+
+
+def test_a_recording_that_failed_is_none():
+    """Rows of a new recording's first source among those of the old one would be nobody's peers."""
+    case = case_of()
+    group, layer = played(case, 0)
+    group.record_peers(layer, calls_of(case))
+    with pytest.raises(InputError, match=r"x is torch\.float64"):
+        group.record_peers(
+            layer, [(c[0].double() if len(c[0]) == 3 else c[0], *c[1:]) for c in calls_of(case)]
+        )
+    with pytest.raises(InputError, match="nothing was recorded"):
+        layer(*calls_of(case)[0], max_tokens=4)
+
+
+def test_recording_again_writes_in_place():
+    """A captured call reads the buffer of its recording."""
+    case = case_of(tokens=(TOKENS, (4, 2, 1)))
+    group, layer = played(case, 0)
+    group.record_peers(layer, calls_of(case))
+    inbox = group._recorded[layer].inbox
+    kept = inbox.clone()
+    group.record_peers(layer, calls_of(case, 1))
+    assert group._recorded[layer].inbox is inbox
+    assert not torch.equal(inbox, kept)
+
+
 # ---- refusals
 
 

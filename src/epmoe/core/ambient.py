@@ -6,8 +6,12 @@ build under inference mode and call outside of it. Tensors here name their dtype
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 
 import torch
+
+called: ContextVar[object] = ContextVar("called", default=None)
+"""The layer whose call is under way in this thread: for a group that has to know whose rows it is given."""
 
 
 @contextmanager
@@ -23,10 +27,14 @@ def building() -> Iterator[None]:
 
 
 @contextmanager
-def calling(device: torch.device) -> Iterator[None]:
-    """Around a call: no gradients, and products in the dtypes that they are written in."""
-    with torch.no_grad(), no_autocast(device):
-        yield
+def calling(device: torch.device, layer: object = None) -> Iterator[None]:
+    """Around a call, of `layer` where it is one: no gradients, products in the dtypes that they are written in."""
+    before = called.set(layer)
+    try:
+        with torch.no_grad(), no_autocast(device):
+            yield
+    finally:
+        called.reset(before)
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:

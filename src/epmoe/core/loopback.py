@@ -13,15 +13,42 @@ their token t. `local_share` gives the ids that the oracle needs for that.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from epmoe.core.ambient import called
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
 from epmoe.core.layer import MoELayer
 
 Call = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class _Recording:
+    """What the peers send to the layer that is played.
+
+    Attributes:
+        packing: what their rows were packed by.
+        inbox: [EP, C, row_bytes] as this rank receives it; empty before the first source.
+    """
+
+    packing: object
+    inbox: Tensor
+
+    def keep(self, x: Tensor, source: int, rank: int) -> Tensor:
+        """Take over what `source` sends to `rank` of rows packed as x [EP, C, B]; returns the inbox."""
+        if self.inbox.shape != x.shape:  # else in place: captured graphs read it
+            self.inbox = torch.zeros_like(x)
+        self.inbox[source] = x[rank]
+        return self.inbox
+
+
+Recordings = WeakKeyDictionary[Any, _Recording]
 
 
 class LoopbackGroup(EPGroup):
@@ -31,13 +58,16 @@ class LoopbackGroup(EPGroup):
         if not 0 <= rank < size:
             raise InputError(f"rank={rank}: must be between 0 and {size - 1}")
         super().__init__(rank, size, torch.device(device), "loopback")
-        self._inbox: dict[int, Tensor] = {}  # by capacity: [EP, C, row_bytes] as rank r receives it
-        self._recording: int | None = None
+        self._recorded = new_recordings()
+        self._source: int | None = None  # whose rows are being recorded
 
     def record_peers(self, layer: MoELayer, calls: Sequence[Call]) -> None:
         """Keep what every source rank sends to this one; calls[s] are the arguments that rank s would bring.
 
-        One round: no call may bring more tokens than the layer holds at once. Recording again replaces what was kept.
+        Recording again replaces what was kept of this layer. A layer of which nothing was recorded receives what was
+        recorded last through one that packs its rows alike (the same map and mask, the same rule for lost experts):
+        layers of a chain differ only in weights, which peers do not send. One round: no call may bring more tokens than
+        the layer holds at once.
 
         Raises:
             InputError: not one call per rank, or one with more than max_tokens_per_rank tokens.
@@ -52,15 +82,18 @@ class LoopbackGroup(EPGroup):
                 f"a peer brings {most} tokens, the layer holds max_tokens_per_rank={limit}: "
                 "loopback plays one round, build the layer larger"
             )
-        for capacity in [c for c in self._inbox if c != most]:
-            del self._inbox[capacity]  # of an older recording: a call of that size must not get it
-        for source, call in enumerate(calls):
-            self._recording = source
-            try:
-                with layer.spec.tables.seen_from(source):
+        before = self._recorded.pop(layer, None)  # so that it comes last
+        inbox = torch.empty(0) if before is None else before.inbox
+        self._recorded[layer] = _Recording(_packing(layer), inbox)
+        try:
+            for self._source, call in enumerate(calls):
+                with layer.spec.tables.seen_from(self._source):
                     layer(*call, max_tokens=most)
-            finally:
-                self._recording = None
+        except BaseException:
+            del self._recorded[layer]  # rows of some sources only
+            raise
+        finally:
+            self._source = None
 
     def all_to_all(self, out, x, recv_counts=None, send_counts=None) -> None:
         """Packed rows (bytes): what the peers sent. Sums on the way home (floats): our own, block by block."""
@@ -73,18 +106,25 @@ class LoopbackGroup(EPGroup):
 
     def _received(self, x: Tensor) -> Tensor:
         """What the peers sent of rows packed as x [EP, C, B]; while recording, with x as its source's part."""
-        capacity = x.shape[1]
-        inbox = self._inbox.get(capacity)
-        if self._recording is not None:
-            if inbox is None or inbox.shape != x.shape:
-                inbox = self._inbox[capacity] = torch.zeros_like(x)
-            inbox[self._recording] = x[self.rank]
-        if inbox is None or inbox.shape != x.shape:
-            raise InputError(
-                f"nothing was recorded for {capacity} tokens per rank in rows of {x.shape[2]} bytes: call record_peers "
-                f"first, and then with max_tokens={next(iter(self._inbox), 'the most of any peer')}"
-            )
-        return inbox
+        layer: Any = called.get()
+        if self._source is not None:
+            return self._recorded[layer].keep(x, self._source, self.rank)
+        found = self._of(layer)
+        for one in found:
+            if one.packing == _packing(layer) and one.inbox.shape == x.shape:
+                return one.inbox
+        most = found[0].inbox.shape[1] if found else "the most of any peer"
+        raise InputError(
+            f"nothing was recorded for {x.shape[1]} tokens per rank in rows of {x.shape[2]} bytes, with this layer's "
+            f"map and mask: call record_peers first, and then with max_tokens={most}"
+        )
+
+    def _of(self, layer: object) -> list[_Recording]:
+        """The layer's own recording, or all, the latest first; none for rows that no layer sends."""
+        if layer is None:
+            return []
+        own = self._recorded.get(layer)
+        return [own] if own is not None else list(self._recorded.values())[::-1]
 
     def all_gather(self, out, x) -> None:
         """Not offered: the reference's exchange has no fixed peers to play."""
@@ -101,6 +141,17 @@ class LoopbackGroup(EPGroup):
     def all_gather_objects(self, obj):
         """Everybody says the same."""
         return [obj] * self.size
+
+
+def new_recordings() -> Recordings:
+    """None yet; by layer, the latest last."""
+    return WeakKeyDictionary()
+
+
+def _packing(layer: Any) -> object:
+    """What else than tokens, routing and the sizes of a row decides what a peer's layer would send."""
+    spec = layer.spec
+    return spec.placement, spec.tables.gone, spec.lost
 
 
 def local_share(ids_TK: Tensor, owner_E: Tensor, rank: int) -> Tensor:

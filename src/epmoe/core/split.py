@@ -173,7 +173,7 @@ class SplitLayer(MoELayer, Generic[State]):
         self._check(x_TH, *routing, max_tokens)
         capacity = max_tokens or spec.max_tokens_per_rank
         device = x_TH.device
-        with calling(device), phase("call", tokens=len(x_TH)), self.workspace.turn(device):
+        with calling(device, self), phase("call", tokens=len(x_TH)), self.workspace.turn(device):
             with phase("dispatch"):
                 sent = exchange.route_and_dispatch(x_TH, logits_TE, bias_E, *routing, capacity)
             if self.counter is not None:

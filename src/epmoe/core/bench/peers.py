@@ -22,7 +22,7 @@ from torch import Tensor
 
 from epmoe.core.bench.workload import Draw
 from epmoe.core.groups import EPGroup
-from epmoe.core.loopback import LoopbackGroup
+from epmoe.core.loopback import LoopbackGroup, Recordings, new_recordings
 
 Gathered = tuple[Tensor, Tensor, Tensor]
 
@@ -139,8 +139,8 @@ class DrawLoopback(LoopbackGroup):
 
     def __init__(self, rank: int, size: int, device: torch.device):
         super().__init__(rank, size, device)
-        self._by_draw: dict[int, dict[int, Tensor]] = {}
+        self._by_draw: dict[int, Recordings] = {}
 
     def use(self, draw: int) -> None:
         """Calls, and captures, from now on receive the peers' rows of this draw."""
-        self._inbox = self._by_draw.setdefault(draw, {})
+        self._recorded = self._by_draw.setdefault(draw, new_recordings())
