@@ -98,6 +98,16 @@ def test_the_shared_part_stays_in_float32():
     assert (y_TH == 20000.0).all()
 
 
+@pytest.mark.parametrize("shared", [None, random_weights(SHAPE, [0])], ids=["routed", "shared"])
+def test_there_are_no_gradients(shared):
+    """Those of the shared part alone would be silently wrong: the routed part has none."""
+    layer = build(
+        "02", SHAPE, random_weights(SHAPE, range(4)), contiguous(4, 1), groups.single(), 8
+    )
+    y_TH = MoEBlock(router(), layer, shared)(tokens(5).requires_grad_())
+    assert not y_TH.requires_grad
+
+
 def test_no_tokens():
     y_TH = MoEBlock(router(), Routed(3.0), random_weights(SHAPE, [0]))(tokens(0))
     assert y_TH.shape == (0, 16)
