@@ -141,11 +141,12 @@ class Router:
 
 
 def for_kernels(scores: Tensor) -> Tensor:
-    """Logits or a bias as kernels read them: values of a row side by side, of at most 32 bits."""
-    scores = scores.float() if scores.dtype == torch.float64 else scores
+    """Logits or a bias as kernels read them: values of a row side by side, in a dtype of `_READ`, else float32."""
+    scores = scores if scores.dtype in _READ else scores.float()
     return scores if scores.stride(-1) == 1 else scores.contiguous()
 
 
+_READ = (torch.float32, torch.bfloat16, torch.float16)
 _EPSILON = 1e-20  # below half a step of any sum that is not itself next to nothing
 
 

@@ -134,6 +134,19 @@ def test_a_broken_gate_shows_on_every_way_through_the_layer(options, max_tokens)
     assert y.isnan().any(dim=1).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_logits_of_any_float_dtype_are_taken_on_every_way(dtype):
+    shape = MoEShape(hidden=8, intermediate=6, experts=4, topk=2)
+    generator = torch.Generator().manual_seed(2)
+    x, logits = torch.randn(3, 8, generator=generator), torch.randn(3, 4, generator=generator)
+    x, logits = x.to(DEVICE), logits.to(DEVICE, dtype)
+    fused, apart = layer_of(shape), layer_of(shape, without="router")
+    got, want = fused.from_logits(x, logits), apart.from_logits(x, logits)
+    fused.close()
+    apart.close()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("experts", [1023, 1024])
 def test_a_layer_routes_to_as_many_experts_as_it_says(experts):
     layer = layer_of(MoEShape(hidden=4, intermediate=2, experts=experts, topk=3))
