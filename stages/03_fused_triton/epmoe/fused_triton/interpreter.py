@@ -6,27 +6,41 @@ when it is known where they will run, and a process runs them in one way only. R
 the variable from the start.
 """
 
+import importlib
 import importlib.util
 import os
 import sys
+from importlib.metadata import version
 
 from epmoe.core.errors import UnsupportedError
 
+NEEDS = "triton>=3.6,<3.8"
+
 
 def prepare(device_type: str) -> None:
-    """Make sure that kernels imported from now on run on `device_type` ("cpu" or "cuda").
+    """Import the kernels, and make sure that they run on `device_type` ("cpu" or "cuda").
 
     Raises:
-        UnsupportedError: Triton is missing, or this process runs its kernels in the other way already.
+        UnsupportedError: Triton is missing or another than the kernels are written for, or this process runs its
+            kernels in the other way already.
     """
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedError(
-            "this stage needs Triton, which is not installed: pip install 'triton>=3.6,<3.8'"
+            f"this stage needs Triton, which is not installed: pip install '{NEEDS}'"
         )
     wanted = device_type == "cpu"
     if "triton" not in sys.modules and wanted:
         os.environ["TRITON_INTERPRET"] = "1"
-    if interpreting() != wanted:
+    try:
+        as_wanted = interpreting() == wanted
+        if as_wanted:
+            importlib.import_module("epmoe.fused_triton.kernels")
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"this stage's kernels are written for '{NEEDS}', and Triton {version('triton')} lacks something they need "
+            f"({error}): pip install '{NEEDS}'"
+        ) from error
+    if not as_wanted:
         raise UnsupportedError(
             f"Triton {'compiles' if wanted else 'interprets'} its kernels in this process already, and a layer on "
             f"{device_type} needs the other way: start Python with TRITON_INTERPRET={int(wanted)}"
