@@ -47,8 +47,8 @@ class Request:
     seed: int = 900_000
 
 
-Program = Callable[[EPGroup, Request], dict[str, Any]]
-Run = Callable[[Program, Request], dict[str, Any]]
+Program = Callable[[EPGroup, Request], Any]
+Run = Callable[[Program, Request], Any]
 
 
 @dataclass(frozen=True)

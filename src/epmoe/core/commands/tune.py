@@ -11,6 +11,7 @@ from rich.table import Table
 from epmoe.core import own_file, tune
 from epmoe.core.commands.terminal import check_file, whole_numbers
 from epmoe.core.errors import InputError
+from epmoe.core.groups import EPGroup
 from epmoe.core.ranks.torchrun import speaks
 from epmoe.core.shape import named_shape
 from epmoe.core.values import named_dtype
@@ -51,8 +52,7 @@ def guide(
                 dtype=named_dtype(dtype, where),
                 candidates=candidates,
             )
-            kept = data[own_file.TILES]
-            found = _find(kept, run(tuner.situation, request)) if kept else None
+            found = run(_kept(data, tuner), request)
             entry = found or run(tuner.tune, request)
             if found is None:
                 _keep(data, entry, path)
@@ -63,12 +63,19 @@ def guide(
                 *(str(entry.get(how_many, "-")) for how_many in ("tried", "failed")),
             )
             bar.advance(step)
-    console.print(f"{len(data[own_file.TILES])} entries in {path}", style="dim", highlight=False)
+    console.print(f"entries in {path}: {len(data[own_file.TILES])}", style="dim", highlight=False)
     return data, table
 
 
-def _find(entries: list[dict[str, Any]], key: dict[str, Any]) -> dict[str, Any] | None:
-    return next((one for one in entries if tune.matches(one, key)), None)
+def _kept(data: dict[str, Any], tuner: tune.Tuner) -> tune.Program:
+    """Gives the entry that is there already, or None. Rank 0's file counts: other hosts may have none."""
+    entries = data[own_file.TILES]
+
+    def find(group: EPGroup, request: tune.Request) -> dict[str, Any] | None:
+        key = tuner.situation(group, request)
+        return next((one for one in entries if tune.matches(one, key)), None)
+
+    return find
 
 
 def _keep(data: dict[str, Any], entry: dict[str, Any], path: Path) -> None:
