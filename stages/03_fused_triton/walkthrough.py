@@ -24,7 +24,8 @@
 #     the host never reads, write a grouped product that gathers its rows and multiplies by routing weights on its way
 #     out, and tell what each fusion saves.
 #
-#     **One number** From router logits to the result, launches in one call fall from 80 to **6**.
+#     **One number** From router logits to the result, with every fusion off and then on, launches in one call at T = 1
+#     fall from some 80 to **6**.
 
 # %% [markdown]
 # ## The problem, measured
@@ -45,8 +46,9 @@ books = {stage: counted(pool, stage, batch) for stage in stages}
 print(table({stage: books[stage][0] for stage in stages[:3]}, "T = 8 8 8 8"))
 
 # %% [markdown]
-# That is without the router. From logits to the result, with every fusion of this stage switched off, a call launches
-# 80 times (counted at the end of this page).
+# That is without the router, and on a CPU, where the products alone are dozens of blocks. To see what is *around* the
+# products, take this stage with two Triton products and everything else, router included, in torch operators: at T = 1
+# a call launches some 80 times (counted at the end of this page).
 #
 # Is a launch expensive? Compare it with what cannot be saved. At decode, the least that a rank can do is read the
 # weights of its active experts once: the *floor*. Say that everything beside it may take a tenth of it. In
@@ -79,10 +81,10 @@ print(table(budget, "us for one launch"))
 #     kernel says. A kernel ends where a program needs what *other* programs wrote.
 #
 # ??? question "Where else does that happen between logits and result? Count the kernels."
-#     Routing one token, copying it, telling each rank its slots: all of it needs that token alone, so it is one
-#     kernel. Then the exchange. To place one slot, *all* slots must be known: metadata. The products need all of
-#     metadata: gate-up; down. The sum over a row's K places needs tiles of different experts: reduce. The exchange
-#     home. The sum over ranks: merge. Six.
+#     Routing one token, copying it, telling each rank its experts: all of it needs that token alone, so it is one
+#     kernel. Then the exchange. To place one assignment, *all* assignments must be known: metadata. The products need
+#     all of metadata: gate-up; down. The sum over a row's K places needs tiles of different experts: reduce. The
+#     exchange home. The sum over ranks: merge. Six.
 #
 # ??? question "The host does not know how many tiles the products have. How many programs does it start?"
 #     As many as it likes. A program that finds no tile leaves at once, and one that finds several does them in a
@@ -102,26 +104,28 @@ from epmoe.core.toy import TOY, call_toy
 route_picture(TOY, "fixed_capacity")
 
 # %% [markdown]
-# Rank 0 of the toy receives 4 rows with K = 2 places, so 8 *slots*, numbered as they lie: slot = 2 · row + place. Half
+# Rank 0 of the toy receives 4 rows with K = 2 places, so 8 *assignments*, numbered as they lie: 2 · row + place. Half
 # of them name an expert here. One kernel lists them expert by expert and cuts the list into tiles; the products work
 # on tiles alone. A tile has room for 16 rows, the least that Triton multiplies, and here only 2 of them are taken.
+# (The kernels call the number of an assignment its `slot`. Elsewhere, `slots_RJ` included, an expert slot is where an
+# expert lies among the experts of its rank.)
 
 # %% tags=["hide-input"]
 arrived = [(0, 1), (1, -1), (-1, -1), (0, -1)]
 experts_N = [expert for row in arrived for expert in row]
-order_N = sorted(range(8), key=lambda slot: (experts_N[slot] % 3, slot))  # -1 % 3 is 2: last
+order_N = sorted(range(8), key=lambda n: (experts_N[n] % 3, n))  # -1 % 3 is 2: last
 figure, axes = canvas(92, 33)
-for y, title, slots in ((5, "as received", range(8)), (20, "expert by expert", order_N)):
+for y, title, numbers in ((5, "as received", range(8)), (20, "expert by expert", order_N)):
     write(axes, 1, y + 2, title, ha="left", weight="bold")
-    for place, slot in enumerate(slots):
-        expert, x = experts_N[slot], 20 + place * 8.8
+    for place, number in enumerate(numbers):
+        expert, x = experts_N[number], 20 + place * 8.8
         color = (BLUE, ORANGE, MUTED)[expert]
         box(axes, x, y, 7.6, 4.2, color, hatch=expert < 0)
-        write(axes, x + 3.8, y + 2.1, f"slot {slot}", weight="bold", color=color)
+        write(axes, x + 3.8, y + 2.1, str(number), weight="bold", color=color)
         if y == 5:
-            name = f"row {slot // 2}, " + ("nobody" if expert < 0 else f"e{expert}")
+            name = f"row {number // 2}, " + ("nobody" if expert < 0 else f"e{expert}")
             write(axes, x + 3.8, y - 1.8, name, size=8, color=MUTED)
-            end = 23.8 + order_N.index(slot) * 8.8
+            end = 23.8 + order_N.index(number) * 8.8
             axes.plot((x + 3.8, end), (9.4, 19.8), color=FAINT if expert < 0 else color, lw=1.2)
 for tile, color in enumerate((BLUE, ORANGE)):
     left = 20 + tile * 17.6
@@ -129,7 +133,7 @@ for tile, color in enumerate((BLUE, ORANGE)):
     words = f"tile {tile}: expert {tile},\npositions {2 * tile} to {2 * tile + 2}"
     write(axes, left + 8.2, 29, words, size=9, color=color)
 write(axes, 72, 29, "no tile: nothing is read,\nnothing is computed", size=9, color=MUTED)
-Picture(figure, "slots 0 6 1 2 form two tiles, one for each expert; slots 3 4 5 7 belong to none")
+Picture(figure, "assignments 0 6 1 2 form two tiles, one for each expert; 3 4 5 7 belong to none")
 
 # %% [markdown]
 # ## Cost on paper
@@ -152,7 +156,7 @@ print(table(traffic, "MB, EP=4"))
 # %% [markdown]
 # So at decode, buffers between kernels are free, and launches are not. That is why this stage fuses *steps* until six
 # kernels are left, and then stops. At prefill the buffers begin to matter, and so does their size, since any rank
-# may receive everything: EP · C · K slots.
+# may receive everything: EP · C · K assignments.
 
 # %% tags=["hide-input"]
 room = {f"C={c}": {"GB": 4 * c * K * (2 * I + 4 * H) / 1e9} for c in (8, 128, 1024, 8192)}
@@ -222,23 +226,25 @@ for rank, send_DCB in enumerate(sent):
     kernels.route_and_pack(TOY.x_TH(rank), *tables, send_DCB, ids_TK, gates_TK)
 received = [layout.unpack(torch.stack([send_DCB[d] for send_DCB in sent])) for d in range(2)]
 rows = received[0]
-print("slots on rank 0:", rows.slots_RJ.tolist())
+print("expert slots on rank 0:", rows.slots_RJ.tolist())
 assert [tuple(row) for row in rows.slots_RJ.tolist()] == [s for _, s in calls[0].received()]
 
 # %% [markdown]
 # ### Metadata: the list of tiles
 #
 # Stage before: a sort, a search for the borders, and a map of blocks, a few dozen operators. Sorting is more than is
-# needed. A slot's place in the list is *the number of slots that must stand before it*: all of smaller experts, and
-# earlier ones of its own. So each program counts, for its 16 slots, and writes them where they belong. Nobody waits,
-# nothing is raced for, and the order is stable. One more program counts the experts and writes the tiles.
+# needed. An assignment's place in the list is *the number of assignments that must stand before it*: all of smaller
+# experts, and earlier ones of its own. So each program counts, for its 16 assignments, and writes them where they
+# belong. Nobody waits, nothing is raced for, and the order is stable. One more program counts the experts and writes
+# the tiles.
 #
 # ```python
 # --8<-- "stages/03_fused_triton/epmoe/fused_triton/kernels/metadata.py:group"
 # ```
 #
-# N² comparisons for N slots sounds wasteful. It is the cheap way: the ids of a decode step are a few kilobytes, and
-# comparing is what a GPU has plenty of. Above 8,192 slots it is not, and two launches (count, then place) take over.
+# N² comparisons for N assignments sounds wasteful. It is the cheap way: the ids of a decode step are a few kilobytes,
+# and comparing is what a GPU has plenty of. Above 8,192 assignments it is not, and two launches (count, then place)
+# take over.
 #
 # ```python
 # --8<-- "stages/03_fused_triton/epmoe/fused_triton/kernels/metadata.py:tiles"
@@ -246,7 +252,7 @@ assert [tuple(row) for row in rows.slots_RJ.tolist()] == [s for _, s in calls[0]
 
 # %%
 tiles = kernels.group_slots(rows.slots_RJ, 2, kernels.make_tiles(8, 2, 16, "cpu"))
-print("slots, expert by expert ", tiles.sorted_slots.tolist())
+print("by expert, then in order", tiles.sorted_slots.tolist())
 print("offsets                 ", tiles.offsets.tolist())
 print("tiles in the list       ", tiles.num_tiles.item())
 for expert, first, end, total in tiles.tiles.tolist():
@@ -258,15 +264,15 @@ for expert, first, end, total in tiles.tiles.tolist():
 # to allocate it: each active expert rounds up once.
 
 # %%
-for slots, experts, tile_rows in (
+for assignments, experts, tile_rows in (
     (8, 2, 16),
     (17, 9, 16),
     (4 * 8 * 8, 72, 16),
     (4 * 2048 * 8, 72, 128),
 ):
-    most = kernels.max_tiles(slots, experts, tile_rows)
+    most = kernels.max_tiles(assignments, experts, tile_rows)
     print(
-        f"{slots:6,} slots, {experts:2} experts, tiles of {tile_rows:3} rows: at most {most:5,} tiles"
+        f"{assignments:6,} assignments, {experts:2} experts, tiles of {tile_rows:3} rows: at most {most:5,} tiles"
     )
 
 # %% [markdown]
@@ -277,7 +283,7 @@ for slots, experts, tile_rows in (
 # 1. **Prepare**: a kernel first unpacks x, ids and weights into buffers of their own. It is what MoEFlow, an
 #    unpublished plugin for vLLM, does, and what this stage does with `without="gather"`.
 # 2. **In place**: the product computes, for each of its rows, where that row was received, and loads from there. Row
-#    = slot // K. No kernel, no copy, and rows for nobody are never touched. This is the rule here.
+#    = assignment // K. No kernel, no copy, and rows for nobody are never touched. This is the rule here.
 # 3. **Side by side**: with hundreds of rows for an expert, a kernel copies them in the list's order. Then the copy
 #    engine of Hopper GPUs (TMA) can fetch whole tiles, which it cannot do for scattered rows. Tuned configurations
 #    say `tma_rows` where that pays.
@@ -308,8 +314,11 @@ print("row 2 received", rows.x_RH[2].tolist(), "and prepared", prepared.x_RH[2].
 #
 # Read it for four things. *The loop over work items* is the answer to the third prediction. *The order of tiles*: a
 # few row tiles share a block of weights while that is in the cache. *Weights first*: their address needs the tile
-# alone, while x has to wait for the slots. And *clamping, not branching*: positions past the tile's end repeat the
-# last slot, whose row is masked off.
+# alone, while x has to wait for the numbers of its assignments. And *clamping, not branching*: positions past the
+# tile's end repeat the last assignment, whose row is masked off.
+#
+# `BLOCK_R` is a second, smaller tile below the first, under the same weights: 128 + 64 rows make 192, which Triton's
+# powers of two do not allow. It is 0 except in prefill configurations; the table of tiles below shows one as 192 rows.
 #
 # ```python
 # --8<-- "stages/03_fused_triton/epmoe/fused_triton/kernels/gemm_kernels.py:multiply"
@@ -327,13 +336,13 @@ own = [TOY.weights(rank) for rank in range(2)]
 config = kernels.GemmConfig(16, 16, 16, num_stages=1)
 h_NI = torch.full((8, 2), float("nan"))
 kernels.gate_up(rows, own[0].w13_E2IH, tiles, h_NI, config)
-print(f"{'position':>8}  {'slot':>4}  h")
-for position, slot in enumerate(tiles.sorted_slots.tolist()):
-    print(f"{position:8}  {slot:4}  {[round(v, 4) for v in h_NI[position].tolist()]}")
+print(f"{'position':>8}  {'assignment':>10}  h")
+for position, number in enumerate(tiles.sorted_slots.tolist()):
+    print(f"{position:8}  {number:10}  {[round(v, 4) for v in h_NI[position].tolist()]}")
 
 # %% [markdown]
-# Positions 4 to 7 were never written, and the NaN of row 2 is nowhere. By hand, for position 2, which is slot 1: row
-# 0, expert 1.
+# Positions 4 to 7 were never written, and the NaN of row 2 is nowhere. By hand, for position 2, which is assignment
+# 1: row 0, expert 1.
 
 # %%
 gate_I, up_I = (own[0].w13_E2IH[1] @ rows.x_RH[0]).split(2)
@@ -345,7 +354,8 @@ torch.testing.assert_close(h_NI[2], by_hand_I)
 # ### down, with the routing weight on its way out
 #
 # The same loop with one sum. What is new is its end: the float32 sum is multiplied by the routing weight, which is
-# read from the received row, and goes not to its position but to its *slot*. So the list's order ends here.
+# read from the received row, and goes not to its position but to its assignment's *number*. So the list's order ends
+# here.
 #
 # ```python
 # --8<-- "stages/03_fused_triton/epmoe/fused_triton/kernels/gemm_kernels.py:weigh"
@@ -354,11 +364,11 @@ torch.testing.assert_close(h_NI[2], by_hand_I)
 # %%
 f_NH = torch.full((8, 4), float("nan"))
 kernels.down(rows, h_NI, own[0].w2_EHI, tiles, f_NH, config)
-for slot, f_H in enumerate(f_NH.tolist()):
-    print(f"slot {slot}  {[round(v, 4) for v in f_H]}")
+for number, f_H in enumerate(f_NH.tolist()):
+    print(f"assignment {number}  {[round(v, 4) for v in f_H]}")
 
 # %% [markdown]
-# Slots without an expert stay unwritten. Clearing f would cost a write of the whole buffer in every call.
+# Assignments without an expert stay unwritten. Clearing f would cost a write of the whole buffer in every call.
 #
 # ### Reduce, at the owner
 #
@@ -374,7 +384,7 @@ for slot, f_H in enumerate(f_NH.tolist()):
 y_RH = torch.empty(4, 4)
 kernels.reduce_slots(rows.slots_RJ, f_NH, 2, y_RH)
 for row, y_H in enumerate(y_RH.tolist()):
-    print(f"row {row} = {'slots 0 and 1' if row == 0 else 'one slot' if row in (1, 3) else 'none':13}",
+    print(f"row {row} = {'assignments 0 and 1' if row == 0 else 'one assignment' if row in (1, 3) else 'none':19}",
           [round(v, 4) for v in y_H])  # fmt: skip
 
 # %% [markdown]
@@ -481,19 +491,21 @@ for words, situation in asked.items():
     print(f"{words:17} {Tuning(situation, limits, itemsize=2).choice(situation.tokens).source}")
 
 # %% [markdown]
-# A tuner measures what it is given. Half tiles once won here: 227 rows are two tiles of 128 with 29 empty rows, and a
-# last tile with no more than 64 rows can be computed by half. In the layer they lost to what had been there before at
-# T = 2048 and 8192, a prefill on one GPU's share of four ranks, microseconds:
+# A tuner measures what it is given. Half tiles once won here: an expert with 180 rows fills one tile of 128 and 52 rows
+# of a second, and a last tile with no more than 64 rows can be computed by half. In the layer they lost to what had
+# been there before at T = 2048, a prefill on one GPU's share of four ranks, microseconds:
 
 # %% tags=["hide-input"]
-whole, half = "h200-loopback-ep4-prefill", "tried/h200-half-tiles-ep4-prefill"
-print(times("03_fused_triton", {"whole tiles": whole, "half tiles": half}))
+before, half = "h200-loopback-ep4-prefill", "tried/h200-half-tiles-ep4-prefill"
+print(times("03_fused_triton", {"before": before, "tuned with half tiles": half}))
 
 # %% [markdown]
-# The tuner's rows had lain side by side. Those of an exchange are packed with their slots and weights and begin
+# The two runs also differ in how rows are fetched (by TMA or not) and in the grid, so this compares two configurations,
+# not one switch. (T = 512 and 8192 say nothing about half tiles: neither run used them there.)
+#
+# The tuner's rows had lain side by side. Those of an exchange are packed with their expert slots and weights and begin
 # anywhere in a cache line, which should make them slower to gather, so that the copies for TMA pay off; how much of
-# the difference that is, we did not measure apart. Now the tuner packs its rows, and half tiles are gone. (T = 512 says
-# nothing about them: the first run used a neighbouring size's tile there, the second one tuned for it.)
+# the difference that is, we did not measure apart. Now the tuner packs its rows, and half tiles are gone.
 #
 # A size that nobody tuned borrows the nearest one's tile, and that can be dear. Two H200s side by side, the second with
 # an entry for T = 1024 (at 2048 each had one, which differed a little in the second product):
@@ -586,7 +598,8 @@ for name, row in ladder.items():
 # %% [markdown]
 # Two rows look odd, and are not. The router is fused *into* the pack kernel, so alone it saves nothing; its share
 # comes with the next row. And "overlap" saves time between launches, not launches. Six is the count of decode: above
-# 8,192 slots metadata takes two launches, and where a tuned tile wants rows side by side, copying them is one more.
+# 8,192 assignments metadata takes two launches, and where a tuned tile wants rows side by side, copying them is one
+# more.
 #
 # What each is worth in time, a GPU has to say: the layer of glm-5.3-flash with one fusion switched off, against all
 # on, whole layers in one graph, side by side (`epmoe bench --subjects 03,03:-pack,...`). Microseconds that it costs
@@ -596,10 +609,11 @@ for name, row in ladder.items():
 print(ablations("03_fused_triton"))
 
 # %% [markdown]
-# Pack (without it the router falls back to torch as well) and metadata cost the same dozens of microseconds at every
-# size: small operators, one after the other. Reduce grows with the rows that it has to add. Reading rows in place and
-# starting kernels early stay near the 2% below which no claim is made here: a copy of a few rows is cheap, and a graph
-# leaves little room between its kernels. They stay, since they cost nothing; they are not what makes this layer fast.
+# Pack (without it the router falls back to torch as well) and metadata cost 61 to 67 us at one token and 81 to 92 at
+# 128: small operators, one after the other. Reduce grows with the rows that it has to add; merge is worth 3 to 10.
+# Reading rows in place and starting kernels early stay near the 2% below which no claim is made here: a copy of a few
+# rows is cheap, and a graph leaves little room between its kernels. They stay, since they cost nothing; they are not
+# what makes this layer fast.
 #
 # Against the stages before, on the batch of this page's beginning:
 
@@ -626,7 +640,7 @@ print(measured("03_fused_triton"))
 # ## Where it loses
 #
 # - **A CPU.** Interpreted kernels are for looking and for proofs. The stage before is the one to run there.
-# - **Memory.** h and f hold EP · C · K slots, since one rank might own every expert that anybody names. The table
+# - **Memory.** h and f hold EP · C · K rows, since one rank might own every expert that anybody names. The table
 #   above says what that is at prefill capacities. Several rounds with a small C are the way out.
 # - **A new shape, a new GPU.** Sizes are compiled in, so the first call of each waits for a compiler (`warmup()`
 #   before serving), and without a measured entry the tile is a guess.
@@ -635,8 +649,8 @@ print(measured("03_fused_triton"))
 # - **Equal bits across batches** have a price: `batch_invariant` gives up the best tile for all sizes but one.
 # - **f.** It is written and read once more only because sums need an order. Atomic additions would save that and give
 #   up equal bits.
-# - **Rows for nobody** still arrive: pack writes them, the wire carries them, metadata looks at EP times the slots
-#   that matter.
+# - **Rows for nobody** still arrive: pack writes them, the wire carries them, metadata looks at EP times the
+#   assignments that matter.
 # - **Maintenance.** Torch operators become better with every release; a kernel becomes better when somebody tunes it.
 
 # %% [markdown]
