@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epmoe.core import groups
+from epmoe.core import ambient, groups
 from epmoe.core.cases import Case
 from epmoe.core.errors import CapacityError, InputError, NotCapturableError
 from epmoe.core.graphs import GraphedCall, _workspaces_of
@@ -173,7 +173,7 @@ class Stream:
 def test_replays_and_calls_of_other_streams_wait_for_each_other(graphed, monkeypatch):
     """From the copy in to the clone out: a call on B begins after the replay on A, and a replay after that call."""
     log, current = [], {}
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(ambient, "capturing", lambda device: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current["stream"])
     replay = graphed.graph.replay
     monkeypatch.setattr(graphed.graph, "replay", lambda: log.append("replay") or replay())

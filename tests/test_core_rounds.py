@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epmoe.core import layer as seam
+from epmoe.core import ambient
 from epmoe.core.cases import Case
 from epmoe.core.conformance.program import caught
 from epmoe.core.errors import CapacityError
@@ -104,13 +104,13 @@ def test_slices_are_the_tokens_in_order(limit, everyone):
 def exchanges(group: EPGroup, case: Case, captured: bool) -> tuple[int, str]:
     """How often this rank communicated in one call, data and control plane; and what the call said."""
     layer = build_case(group, case)
-    arguments, truth = bring(group, case, 0), seam._capturing
+    arguments, truth = bring(group, case, 0), ambient.capturing
     before = group.operations
-    seam._capturing = lambda device: captured
+    ambient.capturing = lambda device: captured
     try:
         said = caught(lambda: layer(*arguments, max_tokens=case.max_tokens(0)))
     finally:
-        seam._capturing = truth
+        ambient.capturing = truth
     after = group.operations
     layer.close()
     return after - before, said

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from epmoe.core import groups
+from epmoe.core import ambient, groups
 from epmoe.core.cases import Case
 from epmoe.core.errors import InputError
 from epmoe.core.shape import MoEShape
@@ -73,7 +73,7 @@ def test_a_stream_that_fails_lets_others_in(monkeypatch, failing):
         raise RuntimeError("broken stream")
 
     workspace, device = Workspace(), torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(ambient, "capturing", lambda device: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
 
     def call() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epmoe.core import groups
+from epmoe.core import ambient, groups
 from epmoe.core.cases import Case
 from epmoe.core.conformance.program import judge
 from epmoe.core.errors import DisagreementError, InputError
@@ -95,7 +95,7 @@ class Stream:
 def cuda(monkeypatch):
     """torch.cuda with a current stream and a capture that a test may set."""
     state = {"stream": Stream(), "capturing": False}
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(ambient, "capturing", lambda device: state["capturing"])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: state["stream"])
     return state
 

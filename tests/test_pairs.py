@@ -10,8 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epmoe.core import groups, registry
-from epmoe.core import layer as seam
+from epmoe.core import ambient, groups, registry
 from epmoe.core.bench.subjects import resolve_names
 from epmoe.core.cases import Case
 from epmoe.core.cli import app
@@ -82,7 +81,7 @@ def test_a_capture_is_refused_from_logits_too(monkeypatch):
         Case(stage="fused_capacity+loop", shape=SMALL, tokens=((2,),)),
     )
     layer, x_TH = build_case(group, case), bring(group, case, 0)[0]
-    monkeypatch.setattr(seam, "_capturing", lambda device: True)
+    monkeypatch.setattr(ambient, "capturing", lambda device: True)
     with pytest.raises(NotCapturableError, match=r"fused_capacity\+loop waits for the host"):
         layer.from_logits(x_TH, torch.randn(2, SMALL.experts))
     monkeypatch.undo()

@@ -1,7 +1,7 @@
 """What the caller's torch modes must not change: a layer computes the same bits under any of them.
 
 A host program may have set another default dtype or device (vLLM does while it loads a model), run under autocast, or
-build under inference mode and call outside of it. Tensors here name their dtype and device; these two see to the rest.
+build under inference mode and call outside of it. Tensors here name their dtype and device; these see to the rest.
 """
 
 from collections.abc import Iterator
@@ -35,6 +35,11 @@ def calling(device: torch.device, layer: object = None) -> Iterator[None]:
             yield
     finally:
         called.reset(before)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream: nothing may be read, waited for or made to last."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:

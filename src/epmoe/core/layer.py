@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from epmoe.core import choosing, ledger, registry
+from epmoe.core import ambient, choosing, ledger, registry
 from epmoe.core.agreement import agree, together
 from epmoe.core.ambient import building, calling, no_autocast
 from epmoe.core.capabilities import Capabilities, Wishes
@@ -92,7 +92,7 @@ class MoELayer(ABC):
         self._check(x_TH, topk_ids_TK, topk_weights_TK, max_tokens)
         if topk_ids_TK.dtype is torch.int64:  # clamped first: 2**32 would wrap to expert 0
             topk_ids_TK = topk_ids_TK.clamp(-1, self.spec.shape.experts).to(torch.int32)
-        rounds = plan_rounds(self.spec, len(x_TH), max_tokens, _capturing(self.spec.device))
+        rounds = plan_rounds(self.spec, len(x_TH), max_tokens, ambient.capturing(self.spec.device))
         with calling(x_TH.device, self):
             if self.counter is not None:
                 self.counter.add(topk_ids_TK)
@@ -153,7 +153,7 @@ class MoELayer(ABC):
         """
         problem, ranks = self._problem_if_closed(), ()
         try:
-            ranks = ranks_to_mask(self.spec, gone, _capturing(self.spec.device))
+            ranks = ranks_to_mask(self.spec, gone, ambient.capturing(self.spec.device))
         except InputError as error:
             problem = problem or error
         self._raise(problem, {"gone": ranks})
@@ -194,7 +194,7 @@ class MoELayer(ABC):
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, max_tokens: int | None
     ) -> None:
         """Raise what is wrong with the arguments: of this rank, or, in checked mode, of any rank on all of them."""
-        capturing = _capturing(self.spec.device)
+        capturing = ambient.capturing(self.spec.device)
         problem = problem_with_call(self.spec, x_TH, ids_TK, weights_TK, max_tokens, capturing)
         problem = self._problem_if_closed() or problem
         if problem is None and self.spec.check and not capturing:
@@ -208,13 +208,13 @@ class MoELayer(ABC):
 
     def _raise(self, problem: InputError | None, fingerprint: dict[str, object]) -> None:
         """Raise this rank's problem; in checked mode anybody's, or what differs, on all ranks."""
-        if self.spec.check and not _capturing(self.spec.device):
+        if self.spec.check and not ambient.capturing(self.spec.device):
             agree(self.spec.group, fingerprint, problem)
         elif problem is not None:
             raise problem
 
     def _refuse_capture(self) -> None:
-        if _capturing(self.spec.device) and not self.capabilities.graph_capturable:
+        if ambient.capturing(self.spec.device) and not self.capabilities.graph_capturable:
             raise NotCapturableError(
                 f"{self.spec.stage} waits for the host and cannot be captured in a CUDA graph: "
                 "run it eagerly, or choose a stage whose capabilities say graph_capturable"
@@ -292,7 +292,3 @@ def build(
             return registry.load(spec.stage).factory(spec)
 
     return together(group, make)  # a stage may refuse what only it can judge
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from epmoe.core import ambient
 from epmoe.core.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def recording(group: "EPGroup") -> Iterator["Recording"]:
 
     Raises InputError inside a CUDA graph capture: events that are captured carry no time.
     """
-    if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if ambient.capturing(group.device):
         raise InputError("phases cannot be recorded inside a CUDA graph capture: record around it")
     record = Recording(group)
     with _watching(record):
@@ -207,7 +208,7 @@ class Recording:
 
     def begin(self, name: str, facts: Mapping[str, Any]) -> None:
         """A phase begins; called by `phase`."""
-        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+        if ambient.capturing(self._device):
             self.skipped += 1
             self._open.append(None)
             return

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from epmoe.core import ledger
+from epmoe.core import ambient, ledger
 from epmoe.core.agreement import agree
 from epmoe.core.ambient import calling
 from epmoe.core.checks import problem_with_logits
@@ -221,8 +221,7 @@ class SplitLayer(MoELayer, Generic[State]):
 
     def _hold(self, find: Callable[[], str | None]) -> None:
         """In checked mode: raise a broken promise of any rank on all of them. Collective. Else nothing is looked at."""
-        on_gpu = self.spec.device.type == "cuda"
-        if not self.spec.check or (on_gpu and torch.cuda.is_current_stream_capturing()):
+        if not self.spec.check or ambient.capturing(self.spec.device):
             return
         with ledger.paused():  # the check is not the layer
             broken = find()

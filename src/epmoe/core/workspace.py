@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epmoe.core import ambient
 from epmoe.core.ambient import building
 from epmoe.core.errors import InputError
 
@@ -44,7 +45,7 @@ class Workspace:
         """The buffer of that name, shape, dtype and device; made (uninitialised) when it is asked for first."""
         key = (name, shape, dtype, device)
         if key not in self._buffers:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if ambient.capturing(device):
                 raise InputError(
                     f"buffer {name} {shape} cannot be made in a graph capture: build the layer first"
                 )
@@ -79,7 +80,7 @@ class Workspace:
             raise
 
     def _wait_for_last(self, device: torch.device) -> None:
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing() or self._last is None:
+        if device.type != "cuda" or ambient.capturing(device) or self._last is None:
             return
         stream, done = self._last
         if stream != torch.cuda.current_stream(device):
@@ -88,7 +89,7 @@ class Workspace:
     def leave(self, device: torch.device) -> None:
         """A call has queued all its work on the current stream."""
         try:
-            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            if device.type == "cuda" and not ambient.capturing(device):
                 stream = torch.cuda.current_stream(device)
                 self._last = (stream, stream.record_event())
         finally:
