@@ -129,7 +129,7 @@ MISTAKES = {
     "unknown": ["InputError", "rank 3 cannot be gone", "0 to 2"],
     "negative": ["InputError", "rank -1 cannot be gone"],
     "all": ["InputError", "all 3 ranks are gone"],
-    "differ": ["DisagreementError", "gone", "rank 0 has {1}", "rank 2 has {2}"],
+    "differ": ["DisagreementError", "gone", "rank 0 has (1,)", "rank 2 has (2,)"],
 }
 
 
