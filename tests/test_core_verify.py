@@ -23,6 +23,7 @@ from epmoe.core.verify import (
     tolerance,
     worst_row,
 )
+from epmoe.core.weights import ExpertWeights
 
 SHAPE = MoEShape(hidden=64, intermediate=96, experts=8, topk=2)
 CASE = Case(stage="00", shape=SHAPE, tokens=((6,), (0,), (3,)))
@@ -199,6 +200,17 @@ def test_block_adds_the_shared_expert_to_its_own_tokens():
     by_hand = (torch.nn.functional.silu(gate_up[:, :96]) * gate_up[:, 96:]) @ shared.w2_EHI[0].T
     assert torch.allclose(shared_expert(x_TH, shared), by_hand, rtol=1e-5, atol=1e-6)
     assert torch.allclose(with_shared, without + by_hand, rtol=1e-5, atol=1e-5)
+
+
+def test_the_shared_expert_meets_no_infinity_in_float16():
+    """Up is 131072, over fp16's 65504, and a gate of 1/4 makes 18421 of it."""
+    w13_12IH, w2_1HI = torch.zeros(1, 4, 4), torch.zeros(1, 4, 2)
+    w13_12IH[0, 0, 0], w13_12IH[0, 2, 0], w2_1HI[0, :, 0] = 2**-10, 512, 1 / 16
+    x_TH = torch.zeros(1, 4)
+    x_TH[0, 0] = 256
+    y_TH = shared_expert(x_TH.half(), ExpertWeights(w13_12IH.half(), w2_1HI.half()))
+    wanted_TH = shared_expert(x_TH, ExpertWeights(w13_12IH, w2_1HI))
+    assert torch.allclose(y_TH, wanted_TH, rtol=2e-3)
 
 
 def test_block_wants_one_shared_expert():

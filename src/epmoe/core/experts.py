@@ -50,16 +50,17 @@ class LoopExperts(Experts):
     # --8<-- [end:loop]
 
     def _expert(self, slot: int, x_MH: Tensor) -> Tensor:
-        """f(x) of one expert in float32: fp16's 65504 must not be met before the routing weight."""
-        h_MI = swiglu(x_MH @ self.weights.w13_E2IH[slot].T)
+        """f(x) of one expert in float32: fp16's 65504 bounds neither gate and up nor what is not weighed yet."""
+        h_MI = swiglu(matmul_float32(x_MH, self.weights.w13_E2IH[slot].T)).to(x_MH.dtype)
         return matmul_float32(h_MI, self.weights.w2_EHI[slot].T)
 
 
 # --8<-- [start:weigh]
 def weigh_and_sum(f_NH: Tensor, rows: Rows) -> Tensor:
-    """y_RH float32: apply the routing weights and add the J places of each row, first to last.
+    """y_RH [R, H] float32: apply the routing weights and add the J places of each row, first to last.
 
-    A masked place is replaced, not multiplied: 0 * NaN is NaN.
+    Where a place has no expert its weight may be anything, NaN too, and is replaced by zero; its f must be zero
+    already, which it is where f_NH [N, H] starts as zeros and only places with an expert are written.
     """
     valid_RJ = rows.slots_RJ >= 0
     weights_RJ = torch.where(valid_RJ, rows.weights_RJ, 0.0)
@@ -71,13 +72,19 @@ def weigh_and_sum(f_NH: Tensor, rows: Rows) -> Tensor:
 # --8<-- [end:weigh]
 
 
+def widened(size: LayerSize) -> int:
+    """Bytes of a copy of one operand's value in `matmul_float32`: on a CPU it widens what is not float32."""
+    return 4 if size.device == "cpu" and size.dtype != torch.float32 else 0
+
+
 def _memory(size: LayerSize, delivers: Delivers) -> Memory:
     """Worst: all rows are for one expert. Their float32 outputs, and what the products or the weighing hold."""
     H, I, value = size.shape.hidden, size.shape.intermediate, size.dtype.itemsize
-    N, R = size.assignments, size.rows(delivers.places)
-    swiglu = N * I * (3 * value + 16)
-    down = N * (I * (value + 4) + 4 * H) + 4 * H * I
-    products = N * H * value + max(swiglu, down)
+    N, R, wide = size.assignments, size.rows(delivers.places), widened(size)
+    gate_up = N * (wide * H + 8 * I) + 2 * wide * H * I
+    swiglu = N * I * (value + 16)
+    down = N * (I * (value + wide) + 4 * H) + wide * H * I
+    products = N * H * value + max(gate_up, swiglu, down)
     weighing = H * (4 * N + 8 * R)
     return Memory(kept=0, call=4 * N * H + max(products, weighing) + 48 * N)
 

@@ -48,7 +48,7 @@ def one_term(weights: ExpertWeights, slot: int, x_H: Tensor, place: int) -> Tens
     """f(x) in the given row of a block that is zero elsewhere."""
     x_MH = x_H.new_zeros(BLOCK, len(x_H))
     x_MH[place] = x_H
-    h_MI = swiglu(x_MH @ weights.w13_E2IH[slot].clone().T)
+    h_MI = swiglu(matmul_float32(x_MH, weights.w13_E2IH[slot].clone().T)).to(x_H.dtype)
     return matmul_float32(h_MI, weights.w2_EHI[slot].clone().T)[place]
 
 

@@ -36,7 +36,8 @@ class PaddedExperts(Experts):
         order_S, expert_S, place_S, most = self._places(rows.slots_RJ)
         x_EMH = rows.x_RH.new_zeros(self.weights.experts, most, self.weights.hidden)
         x_EMH[expert_S, place_S] = rows.x_RH[order_S // rows.slots_RJ.shape[1]]
-        h_EMI = swiglu(torch.bmm(x_EMH, self.weights.w13_E2IH.transpose(1, 2)))
+        gate_up_EM2I = matmul_float32(x_EMH, self.weights.w13_E2IH.transpose(1, 2))
+        h_EMI = swiglu(gate_up_EM2I).to(x_EMH.dtype)
         y_EMH = matmul_float32(h_EMI, self.weights.w2_EHI.transpose(1, 2))
         ledger.record_rows(self.weights.experts * most)
         f_NH = y_EMH.new_zeros(rows.slots_RJ.numel(), self.weights.hidden)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe.core import ambient
+from epmoe.core import layer as seam
 from epmoe.core.block import MoEBlock, shared_expert
 from epmoe.core.cases import Case
 from epmoe.core.errors import EpmoeError
@@ -114,13 +114,23 @@ def loud_expert(group: EPGroup, case: Case, loudness: float, gate: float) -> lis
     return [float(y_TH.min()), float(y_TH.max())]
 
 
-def _loud_layer(group: EPGroup, case: Case, loudness_E: Tensor) -> MoELayer:
-    """Experts that answer a constant to x = (1, 0, 0, ...): silu(32) * 1 = 32, times loudness / 32."""
+def loud_up(group: EPGroup, case: Case) -> list[float]:
+    """Every token meets an up of 131072 and a gate of 1/4, whose product is weighed 1/16: smallest, largest result."""
+    twos_E = torch.full((case.shape.experts,), 2.0)
+    layer = _loud_layer(group, case, twos_E, gate=2**-10, up=512.0)
+    y_TH = _call_loud(group, layer, case, torch.ones(case.shape.topk), x=256.0)
+    return [float(y_TH.min()), float(y_TH.max())]
+
+
+def _loud_layer(
+    group: EPGroup, case: Case, loudness_E: Tensor, gate: float = 32.0, up: float = 1.0
+) -> MoELayer:
+    """Experts that answer a constant to x = (1, 0, 0, ...): silu(gate) * up, here 32, times loudness / 32."""
     H, I = case.shape.hidden, case.shape.intermediate
     placement = case.placed()
     mine = list(placement.experts_of(group.rank))
     w13_E2IH = torch.zeros(len(mine), 2 * I, H)
-    w13_E2IH[:, 0, 0], w13_E2IH[:, I, 0] = 32.0, 1.0
+    w13_E2IH[:, 0, 0], w13_E2IH[:, I, 0] = gate, up
     w2_EHI = torch.zeros(len(mine), H, I)
     w2_EHI[:, :, 0] = loudness_E[mine, None].float() / 32
     weights = ExpertWeights(w13_E2IH.to(case.dtype), w2_EHI.to(case.dtype)).to(group.device)
@@ -129,10 +139,12 @@ def _loud_layer(group: EPGroup, case: Case, loudness_E: Tensor) -> MoELayer:
     return build(case.stage, case.shape, weights, placement, group, C, **options)
 
 
-def _call_loud(group: EPGroup, layer: MoELayer, case: Case, gates_K: Tensor) -> Tensor:
+def _call_loud(
+    group: EPGroup, layer: MoELayer, case: Case, gates_K: Tensor, x: float = 1.0
+) -> Tensor:
     T, K = case.tokens[0][group.rank], case.shape.topk
     x_TH = torch.zeros(T, case.shape.hidden, dtype=case.dtype, device=group.device)
-    x_TH[:, 0] = 1
+    x_TH[:, 0] = x
     ids_TK = torch.arange(K, dtype=torch.int32, device=group.device).repeat(T, 1)
     y_TH = layer(x_TH, ids_TK, gates_K.float().to(group.device).repeat(T, 1))
     layer.close()
@@ -264,12 +276,12 @@ def ends(group: EPGroup, case: Case) -> dict[str, object]:
 def refused_capture(group: EPGroup, case: Case) -> dict[str, object]:
     """What a stage that cannot be captured says during a capture, and whether it still works afterwards."""
     layer = build_case(group, case)
-    truth = ambient.capturing
-    ambient.capturing = lambda device: True
+    truth = seam._capturing
+    seam._capturing = lambda device: True
     try:
         said = caught(lambda: layer(*bring(group, case, 0)))
     finally:
-        ambient.capturing = truth
+        seam._capturing = truth
     row = judge(case, 0, group, layer(*bring(group, case, 0)))
     layer.close()
     return {"said": said, "row": row}

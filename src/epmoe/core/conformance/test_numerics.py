@@ -1,5 +1,7 @@
 """Precision, repeatability, factors that must count once."""
 
+import math
+
 import pytest
 import torch
 
@@ -64,6 +66,17 @@ def test_6E_large_answer_small_weight(stage, run, ranks):
     for low, high in run(program.loud_expert, case, 102400.0, 0.1):
         assert abs(low - 10240) <= 10240 * tolerance(torch.float16)
         assert abs(high - 10240) <= 10240 * tolerance(torch.float16)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_6E_large_up_small_gate(stage, run, ranks):
+    """6E: fp16, up is 131072, over fp16's 65504, and a gate of 1/4 makes 18421 of it: no infinity in between."""
+    shape = MoEShape(hidden=16, intermediate=16, experts=4, topk=1)
+    case = Case(stage=stage, shape=shape, tokens=((3, 5)[:ranks],), dtype=torch.float16)
+    wanted = 0.25 / (1 + math.exp(-0.25)) * 131072 / 16
+    for low, high in run(program.loud_up, case):
+        assert abs(low - wanted) <= wanted * tolerance(torch.float16)
+        assert abs(high - wanted) <= wanted * tolerance(torch.float16)
 
 
 ROUTERS = {

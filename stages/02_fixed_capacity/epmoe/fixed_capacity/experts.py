@@ -20,7 +20,7 @@ from epmoe.core import ledger
 from epmoe.core.capabilities import Capabilities
 from epmoe.core.contract import Delivers
 from epmoe.core.errors import UnsupportedError
-from epmoe.core.experts import weigh_and_sum
+from epmoe.core.experts import weigh_and_sum, widened
 from epmoe.core.memory import LayerSize, Memory
 from epmoe.core.numerics import matmul_float32, swiglu
 from epmoe.core.parts import ExpertsPart
@@ -110,7 +110,8 @@ class StaticExperts(Experts):
         """f(x) of one block. The expert is a number on the device, so its weights are picked by an index tensor."""
         w13_2IH = self.weights.w13_E2IH.index_select(0, expert_1)[0]
         w2_HI = self.weights.w2_EHI.index_select(0, expert_1)[0]
-        return matmul_float32(swiglu(x_MH @ w13_2IH.T), w2_HI.T)
+        h_MI = swiglu(matmul_float32(x_MH, w13_2IH.T)).to(x_MH.dtype)
+        return matmul_float32(h_MI, w2_HI.T)
 
     # --8<-- [end:blocks]
 
@@ -191,7 +192,7 @@ def _memory(size: LayerSize, delivers: Delivers) -> Memory:
     H, I, value = size.shape.hidden, size.shape.intermediate, size.dtype.itemsize
     N, R = size.assignments, size.rows(delivers.places)
     padded = BLOCK * min(N, N // BLOCK + size.local_experts)
-    one_expert = H * I * (3 * value + 4) + BLOCK * (4 * H + I * (3 * value + 16))
+    one_expert = H * I * (3 * value + 2 * widened(size)) + BLOCK * (4 * H + I * (value + 16))
     blocks = H * (4 * N + max(2 * value * padded, 4 * N + 8 * R)) + 48 * (N + padded) + one_expert
     at_once = N * (4 * H + 3 * I) * value + N * (16 * I + 4 * H) + 32 * N
     return Memory(kept=0, call=blocks if size.device == "cpu" else max(blocks, at_once))
