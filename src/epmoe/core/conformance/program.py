@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epmoe.core import layer as seam
+from epmoe.core import ambient
 from epmoe.core.block import MoEBlock, shared_expert
 from epmoe.core.cases import Case
 from epmoe.core.errors import EpmoeError
@@ -276,12 +276,12 @@ def ends(group: EPGroup, case: Case) -> dict[str, object]:
 def refused_capture(group: EPGroup, case: Case) -> dict[str, object]:
     """What a stage that cannot be captured says during a capture, and whether it still works afterwards."""
     layer = build_case(group, case)
-    truth = seam._capturing
-    seam._capturing = lambda device: True
+    truth = ambient.capturing
+    ambient.capturing = lambda device: True
     try:
         said = caught(lambda: layer(*bring(group, case, 0)))
     finally:
-        seam._capturing = truth
+        ambient.capturing = truth
     row = judge(case, 0, group, layer(*bring(group, case, 0)))
     layer.close()
     return {"said": said, "row": row}
