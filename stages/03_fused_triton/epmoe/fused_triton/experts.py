@@ -1,6 +1,6 @@
 """Experts as four kernels over the received rows: group, gate-up, down, reduce.
 
-Legend: R received rows, J places of a row, N = R * J slots, H hidden, I intermediate, E_local experts here.
+Legend: R received rows, J places of a row, N = R * J assignments, H hidden, I intermediate, E_local experts here.
 """
 
 import torch
@@ -44,12 +44,12 @@ class TritonExperts(Experts):
     # --8<-- [start:experts]
     def __call__(self, rows: Rows) -> Tensor:
         """See `Experts`. Rows without a slot are never read."""
-        weights, slots = self.weights, rows.slots_RJ.numel()
-        config = self._choice(slots).config
+        weights, assignments = self.weights, rows.slots_RJ.numel()
+        config = self._choice(assignments).config
         tiles = self._group(rows, config.tile_rows)
         if "gather" not in self.fusions:
             rows = kernels.prepare_rows(rows, weights.experts, pdl=self.pdl)
-        h_NI, wide_NH = self._intermediates(slots)
+        h_NI, wide_NH = self._intermediates(assignments)
         f_NH = (
             wide_NH if self.exact or not config.down.tma_rows else as_dtype(wide_NH, weights.dtype)
         )
@@ -62,9 +62,9 @@ class TritonExperts(Experts):
 
     # --8<-- [end:experts]
 
-    def _choice(self, slots: int) -> Choice:
-        """Tile sizes for as many slots. Numbers that follow the routing are rounded up: few kernels, not many."""
-        tokens = slots // (self.ranks * self.spec.shape.topk)
+    def _choice(self, assignments: int) -> Choice:
+        """Tile sizes for as many assignments. Numbers that follow the routing are rounded up: few kernels, not many."""
+        tokens = assignments // (self.ranks * self.spec.shape.topk)
         return self.tuning.choice(tokens if self.static else 1 << max(tokens - 1, 0).bit_length())
 
     def _group(self, rows: Rows, tile_rows: int) -> kernels.ExpertTiles:
@@ -82,19 +82,19 @@ class TritonExperts(Experts):
         kernels.reduce_slots(rows.slots_RJ, f_NH, self.weights.experts, y_RH, pdl=self.pdl)
         return y_RH
 
-    def _work_list(self, slots: int, tile_rows: int) -> kernels.ExpertTiles:
+    def _work_list(self, assignments: int, tile_rows: int) -> kernels.ExpertTiles:
         """For tiles of as many rows, at the front of the workspace's buffer."""
         experts, device = self.weights.experts, self.weights.device
         size = (work_list.words(self._most, self._most_experts),)
         layout = work_list.Layout(self.workspace.buffer("tiles", size, torch.int32, device))
-        return kernels.make_tiles(slots, experts, tile_rows, device, layout)
+        return kernels.make_tiles(assignments, experts, tile_rows, device, layout)
 
-    def _intermediates(self, slots: int) -> tuple[Tensor, Tensor]:
+    def _intermediates(self, assignments: int) -> tuple[Tensor, Tensor]:
         """h_NI activations and f_NH float32: the first rows of the workspace's buffers."""
         weights, most, device = self.weights, self._most, self.weights.device
         h_NI = self.workspace.buffer("h", (most, weights.intermediate), weights.dtype, device)
         f_NH = self.workspace.buffer("f", (most, weights.hidden), torch.float32, device)
-        return h_NI[:slots], f_NH[:slots]
+        return h_NI[:assignments], f_NH[:assignments]
 
     def warmup_capacities(self) -> tuple[int, ...]:
         """Those of `Tuning`; none where sizes follow the routing, since no capacity says what they will be."""

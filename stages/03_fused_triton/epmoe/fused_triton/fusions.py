@@ -15,7 +15,7 @@ FUSIONS: dict[str, str] = {
     "pack": "one kernel writes all send rows, not four strided copies and a mask",
     "metadata": "one kernel builds offsets, order and tiles, not a sort and a search",
     "gather": "the GEMM reads received rows in place, not from a copy made by a prepare kernel",
-    "reduce": "one kernel adds the K slots of a row, not K torch operators",
+    "reduce": "one kernel adds the K places of a row, not K torch operators",
     "merge": "one kernel adds the EP rows of a token, not EP torch operators",
     "overlap": "a kernel starts while its predecessor drains (programmatic dependent launch)",
 }

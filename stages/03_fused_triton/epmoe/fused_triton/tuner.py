@@ -5,7 +5,7 @@ the slowest rank scores it, and one that fails anywhere is out. Then the fastest
 rows, a second tile of rows, a persistent grid, the order of tiles. The two products are tuned apart and must agree on
 the rows of a tile, so the best pair with equal tiles wins.
 
-Legend: R received rows, J places of a row, N = R * J slots, H hidden, I intermediate, E_local experts here.
+Legend: R received rows, J places of a row, N = R * J assignments, H hidden, I intermediate, E_local experts here.
 """
 
 import math
@@ -215,7 +215,7 @@ def _prepare(group: EPGroup, request: Request) -> Bench:
         drawn = torch.empty(sizes, dtype=request.dtype, device=device)
         return drawn.normal_(std=sizes[-1] ** -0.5, generator=generator)
 
-    local, slots = len(placement.experts_of(rank)), count * shape.topk
+    local, assignments = len(placement.experts_of(rank)), count * shape.topk
     hidden, inner = shape.hidden, shape.intermediate
     layout = RowLayout(hidden, shape.topk, request.dtype)
     rows = layout.unpack(torch.empty(count, layout.row_bytes, dtype=torch.uint8, device=device))
@@ -229,8 +229,8 @@ def _prepare(group: EPGroup, request: Request) -> Bench:
             for _ in range(request.layers)
         ],
         ranks=request.ranks,
-        h_NI=normal(slots, inner),
-        f_NH=torch.empty(slots, hidden, device=device),
+        h_NI=normal(assignments, inner),
+        f_NH=torch.empty(assignments, hidden, device=device),
     )
 
 
@@ -238,9 +238,9 @@ def _try(group: EPGroup, bench: Bench, which: str, config, repeats: int) -> tupl
     """Seconds of one product with this configuration; infinite, and why, where it cannot be compiled or launched."""
     from epmoe.fused_triton import kernels
 
-    slots, experts = bench.rows.slots_RJ.numel(), bench.weights[0].experts
+    assignments, experts = bench.rows.slots_RJ.numel(), bench.weights[0].experts
     try:
-        tiles = kernels.make_tiles(slots, experts, config.tile_rows, group.device)
+        tiles = kernels.make_tiles(assignments, experts, config.tile_rows, group.device)
         kernels.group_slots(bench.rows.slots_RJ, experts, tiles)
 
         def run() -> None:

@@ -5,7 +5,7 @@ its list out at the front of that buffer, at addresses that depend on its sizes 
 
 Sizes are pure Python: what a layer takes is worked out before it is known where its kernels will run.
 
-Legend: N slots, E_local experts here.
+Legend: N assignments, E_local experts here.
 """
 
 import math
@@ -16,15 +16,16 @@ from torch import Tensor
 _ALIGNED = 4  # int32 words: every part begins on 16 bytes, so that it can be loaded with wide, aligned loads
 
 
-def words(slots: int, experts: int) -> int:
-    """int32 words in which the list of any call with at most `slots` slots fits, whatever the rows of its tiles.
+def words(assignments: int, experts: int) -> int:
+    """int32 words that hold the list of any call with at most as many assignments, whatever the rows of its tiles.
 
-    N slots in expert-major order; tiles of at least 16 rows, which each expert rounds up once, four words each; counts
-    of blocks of at least 256 slots, one for every expert and more for a power of two; offsets; and the tiles' number.
+    Assignments in expert-major order; tiles of at least 16 rows, which each expert rounds up once, four words each;
+    counts of blocks of at least 256 assignments, one for every expert and more for a power of two; offsets; and the
+    tiles' number.
     """
-    tiles = 4 * (slots // 16 + experts + 1)
-    counts = (slots // 256 + 1) * max(64, 2 * experts)
-    return slots + tiles + counts + (experts + 1) + 1 + 5 * _ALIGNED
+    tiles = 4 * (assignments // 16 + experts + 1)
+    counts = (assignments // 256 + 1) * max(64, 2 * experts)
+    return assignments + tiles + counts + (experts + 1) + 1 + 5 * _ALIGNED
 
 
 class Layout:
