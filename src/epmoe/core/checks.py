@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from epmoe.core import choosing, registry
-from epmoe.core.capabilities import Wishes
-from epmoe.core.errors import CapacityError, InputError, UnsupportedError
+from epmoe.core.capabilities import Capabilities, Wishes
+from epmoe.core.errors import CapacityError, InputError, NotCapturableError, UnsupportedError
 from epmoe.core.placement import Placement, gone_ranks
 from epmoe.core.shape import MoEShape
 from epmoe.core.values import is_whole
@@ -86,6 +86,15 @@ def ranks_to_mask(spec: "LayerSpec", gone: Iterable[int], capturing: bool) -> tu
     if capturing:
         raise InputError("mask_ranks in a CUDA graph capture: call it between replays")
     return gone_ranks(gone, spec.group.size)
+
+
+def check_capturable(stage: str, can: Capabilities) -> None:
+    """Raise NotCapturableError where a layer of that stage, which can do that, cannot be captured in a CUDA graph."""
+    if not can.graph_capturable:
+        raise NotCapturableError(
+            f"{stage} waits for the host and cannot be captured in a CUDA graph: "
+            "run it eagerly, or choose a stage whose capabilities say graph_capturable"
+        )
 
 
 def _check_stage(spec: "LayerSpec") -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from epmoe.core.ids import look_up, named
 from epmoe.core.numerics import sum_in_order
 from epmoe.core.placement import Placement, gone_ranks
 
@@ -68,11 +69,11 @@ class ExpertTables:
 
     def owners_of(self, ids: Tensor) -> Tensor:
         """The owner rank of every id, of any shape; EP, which is no rank, where it names no expert or a lost one."""
-        return self._look_up(self.owner_E, ids, self.placement.ranks)
+        return look_up(self.owner_E, ids, self.placement.ranks)
 
     def slots_of(self, ids: Tensor) -> Tensor:
         """The slot of every id at its owner; -1 where it names no expert or a lost one."""
-        return self._look_up(self.slot_E, ids, -1)
+        return look_up(self.slot_E, ids, -1)
 
     # --8<-- [start:renormalise]
     def renormalise(self, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class ExpertTables:
         A token that has lost nothing keeps its bits. Fixed shapes, no host read; K terms are added first to last, so a
         token's weights do not depend on its batch.
         """
-        real_TK = (ids_TK >= 0) & (ids_TK < self.placement.experts)
+        real_TK = named(ids_TK, self.placement.experts)
         left_TK = self.owners_of(ids_TK) < self.placement.ranks
         kept_TK = torch.where(left_TK, weights_TK, 0)
         all_T1 = sum_in_order(torch.where(real_TK, weights_TK, 0).unbind(1))[:, None]
@@ -89,10 +90,6 @@ class ExpertTables:
         return torch.where(kept_T1 == 0, kept_TK, kept_TK * (all_T1 / kept_T1))
 
     # --8<-- [end:renormalise]
-
-    def _look_up(self, table_E: Tensor, ids: Tensor, nobody: int) -> Tensor:
-        real = (ids >= 0) & (ids < len(table_E))
-        return torch.where(real, table_E[torch.where(real, ids, 0).long()], nobody)
 
     def _look_from(self, source: int) -> None:
         self.owner_E.copy_(self.owner_SE[source])

@@ -17,8 +17,9 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from epmoe.core.checks import problem_with_call
-from epmoe.core.errors import CapacityError, InputError, NotCapturableError
+from epmoe.core.checks import check_capturable, problem_with_call
+from epmoe.core.errors import CapacityError, InputError
+from epmoe.core.ids import clamped
 from epmoe.core.layer import MoELayer
 from epmoe.core.phases import phase
 from epmoe.core.split import SplitLayer
@@ -76,13 +77,11 @@ class GraphedCall:
         problem = problem_with_call(spec, x_TH, topk_ids_TK, topk_weights_TK, None, False)
         if problem is not None:  # a copy into fixed buffers would convert or repeat it silently
             raise problem
-        if topk_ids_TK.dtype is torch.int64:  # clamped first: 2**32 would wrap to expert 0
-            topk_ids_TK = topk_ids_TK.clamp(-1, spec.shape.experts)
         with ExitStack() as turns:
             for workspace in self.workspaces:
                 turns.enter_context(workspace.turn(self.device))
             self.x_TH[:count] = x_TH
-            self.ids_TK[:count] = topk_ids_TK
+            self.ids_TK[:count] = clamped(topk_ids_TK, spec.shape.experts)
             self.ids_TK[count:] = -1
             self.weights_TK[:count] = topk_weights_TK
             with phase("replay"):
@@ -117,8 +116,4 @@ def _check_layer(layer: MoELayer, tokens: int) -> None:
         raise CapacityError(
             f"tokens={tokens}: a graph holds 1 to max_tokens_per_rank={spec.max_tokens_per_rank} tokens"
         )
-    if not layer.capabilities.graph_capturable:
-        raise NotCapturableError(
-            f"{spec.stage} waits for the host and cannot be captured in a CUDA graph: "
-            "choose a stage whose capabilities say graph_capturable"
-        )
+    check_capturable(spec.stage, layer.capabilities)

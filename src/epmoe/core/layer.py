@@ -24,14 +24,16 @@ from epmoe.core.ambient import building, calling, no_autocast
 from epmoe.core.capabilities import Capabilities, Wishes
 from epmoe.core.checks import (
     bad_id,
+    check_capturable,
     check_spec,
     fingerprint_of,
     problem_with_call,
     problem_with_logits,
     ranks_to_mask,
 )
-from epmoe.core.errors import InputError, NotCapturableError
+from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
+from epmoe.core.ids import clamped
 from epmoe.core.layer_spec import LayerSpec
 from epmoe.core.phases import phase, phased
 from epmoe.core.placement import Placement
@@ -90,8 +92,7 @@ class MoELayer(ABC):
         """
         self._refuse_capture()
         self._check(x_TH, topk_ids_TK, topk_weights_TK, max_tokens)
-        if topk_ids_TK.dtype is torch.int64:  # clamped first: 2**32 would wrap to expert 0
-            topk_ids_TK = topk_ids_TK.clamp(-1, self.spec.shape.experts).to(torch.int32)
+        topk_ids_TK = clamped(topk_ids_TK, self.spec.shape.experts).to(torch.int32)
         rounds = plan_rounds(self.spec, len(x_TH), max_tokens, ambient.capturing(self.spec.device))
         with calling(x_TH.device, self):
             if self.counter is not None:
@@ -214,11 +215,8 @@ class MoELayer(ABC):
             raise problem
 
     def _refuse_capture(self) -> None:
-        if ambient.capturing(self.spec.device) and not self.capabilities.graph_capturable:
-            raise NotCapturableError(
-                f"{self.spec.stage} waits for the host and cannot be captured in a CUDA graph: "
-                "run it eagerly, or choose a stage whose capabilities say graph_capturable"
-            )
+        if ambient.capturing(self.spec.device):
+            check_capturable(self.spec.stage, self.capabilities)
 
 
 def build(

@@ -23,6 +23,7 @@ from torch import Tensor
 from epmoe.core.ambient import called
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
+from epmoe.core.ids import look_up
 from epmoe.core.layer import MoELayer
 
 Call = tuple[Tensor, Tensor, Tensor]
@@ -156,6 +157,4 @@ def _packing(layer: Any) -> object:
 
 def local_share(ids_TK: Tensor, owner_E: Tensor, rank: int) -> Tensor:
     """ids, with -1 for all that `rank` does not own: what a loopback layer computes of a source's token."""
-    real_TK = (ids_TK >= 0) & (ids_TK < len(owner_E))
-    mine_TK = real_TK & (owner_E[torch.where(real_TK, ids_TK, 0).long()] == rank)
-    return torch.where(mine_TK, ids_TK, -1)
+    return torch.where(look_up(owner_E, ids_TK, -1) == rank, ids_TK, -1)

@@ -30,6 +30,7 @@ from epmoe.core.ambient import building
 from epmoe.core.errors import InputError
 from epmoe.core.expert_tables import ExpertTables
 from epmoe.core.groups import EPGroup
+from epmoe.core.ids import look_up, named
 from epmoe.core.placement import Placement
 
 Matrix = tuple[tuple[int, ...], ...]
@@ -70,13 +71,11 @@ def count_routing(topk_ids_TK: Tensor, owner_E: Tensor, ranks: int) -> Tensor:
     """
     tokens, experts = len(topk_ids_TK), len(owner_E)
     ids_TK = topk_ids_TK.long()
-    none_TK = (ids_TK < 0) | (ids_TK >= experts)
-    owner_TK = torch.where(none_TK, ranks, owner_E[torch.where(none_TK, 0, ids_TK)].long())
+    owner_TK = look_up(owner_E, ids_TK, ranks).long()
     hit_TD = ids_TK.new_zeros(tokens, ranks + 1).scatter_(1, owner_TK, 1)[:, :ranks]
     visits_E = ids_TK.new_zeros(experts + 1)
-    visits_E.index_add_(
-        0, torch.where(none_TK, experts, ids_TK).flatten(), torch.ones_like(ids_TK).flatten()
-    )
+    visited_N = torch.where(named(ids_TK, experts), ids_TK, experts).flatten()
+    visits_E.index_add_(0, visited_N, torch.ones_like(visited_N))
     idle = (hit_TD.sum(dim=1) == 0).sum().view(1)
     return torch.cat([visits_E[:experts], hit_TD.sum(dim=0), idle, torch.full_like(idle, tokens)])
 
