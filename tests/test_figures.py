@@ -170,7 +170,8 @@ def test_measured_reads_committed_results(tmp_path):
         figures_page.measured("00_slow", tmp_path)
 
 
-def test_prove_shows_the_verdict_and_hides_no_failure(tmp_path, capsys):
+def test_prove_shows_the_verdict_and_hides_no_failure(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a notebook's kernel does
     test = tmp_path / "test_it.py"
     test.write_text("def test_one(): pass\n")
     figures_page.prove(str(test))

@@ -81,7 +81,8 @@ def prove(*arguments: str) -> None:
     Raises:
         AssertionError: a test failed; the message is pytest's output.
     """
-    command = [sys.executable, "-m", "pytest", "-v", "--no-header", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-v", "--no-header", "--color=no"]
+    command += ["-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *arguments], cwd=root(), capture_output=True, text=True, timeout=120
     )
