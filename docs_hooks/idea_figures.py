@@ -134,7 +134,7 @@ def expert_parallelism() -> Drawn:
     says = "Four ranks, each with its own tokens, attention and two of eight experts; rows travel both ways"
     return Picture(figure, says), (
         "Tokens are split by rank, experts are split by rank, and the two splits have nothing to do with each other. "
-        "So rows travel: out to the owner ranks (black) and home again (grey)."
+        "So rows travel: out to the owner ranks (above) and home again (below)."
     )
 
 

@@ -162,8 +162,8 @@ print(table(memory, "buffers of one rank, EP=4"))
 # --8<-- "stages/02_fixed_capacity/epmoe/fixed_capacity/exchange.py:pack"
 # ```
 #
-# `layout.x(send)` and its sisters are *views* of the byte buffer, typed and strided, so that an assignment writes
-# straight into the rows. Bits are copied, never converted: dispatch is exact for every dtype.
+# `layout.x(send)` and its sisters are *views* of the byte buffer, typed and strided, so that `=` writes straight
+# into the rows. Bits are copied, never converted: dispatch is exact for every dtype.
 #
 # The slots are the only thing that differs between destinations. Broadcasting does it for all ranks at once:
 #
@@ -341,7 +341,7 @@ print(table(together, "whole layer, EP=2"))
 # - **Without a grouped product** it computes padding, and picks each block's weights by index, which copies them.
 # - **Launches.** On a CPU more than in any stage before, most of them blocks of the products. With a grouped product
 #   about 60 whatever T is (63 on two H200s, 65 on four, router and exchanges included), where the loop over experts
-#   launches about nine for each active expert in bfloat16; of the 60, two are products.
+#   launches about eight times for each active expert; of the 60, two are products.
 
 # %% [markdown]
 # ## Exercises
