@@ -1,5 +1,7 @@
 """Choosing a stage: every kind of reason, what was measured, and `auto` on several ranks."""
 
+import sys
+
 import pytest
 import torch
 from tests.stage_makers import stage
@@ -68,6 +70,26 @@ def test_every_kind_of_reason(spec, reason):
     with pytest.raises(UnsupportedError, match="no stage can serve") as caught:
         select(spec, {"fast": FAST}, ())
     assert f"fast: {reason}" in str(caught.value)
+
+
+def test_a_package_that_is_missing_is_a_reason():
+    """Looked for, not imported: a stage is often only considered."""
+    wants = stage(packages=("json", "no_such_package"))
+    found = select(Spec(), {"00_slow": SLOW, "01_wants": wants}, ())
+    assert found.chosen == "00_slow"
+    assert found.reasons["01_wants"] == [
+        "needs no_such_package, which is not installed: pip install no_such_package"
+    ]
+
+
+def test_without_triton_a_gpu_gets_the_rung_before(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # as where it is not installed
+    gpu = Spec(dtype=torch.bfloat16, device="cuda", arch=(9, 0), transport="nccl")
+    found = select(gpu, comparisons=())
+    assert found.chosen == "02_fixed_capacity"
+    assert found.reasons["03_fused_triton"] == [
+        "needs triton, which is not installed: pip install triton"
+    ]
 
 
 def test_limits_that_are_met_are_no_reason():

@@ -203,7 +203,7 @@ def test_weights_at_the_source_need_one_place():
 def test_every_capability_has_a_rule():
     rules = (
         *composing.EXCHANGE_ALONE, *composing.IN_COMMON, *composing.BOTH, *composing.EITHER,
-        *composing.SMALLER, *composing.LARGER,
+        *composing.SMALLER, *composing.LARGER, *composing.ALL,
     )  # fmt: skip
     assert sorted(rules) == sorted(field.name for field in fields(Capabilities))
 
@@ -211,15 +211,16 @@ def test_every_capability_has_a_rule():
 def test_a_pair_can_what_both_can():
     one = Capabilities(
         transports=("nccl",), placements=("contiguous",), graph_capturable=True, deterministic=True,
-        min_arch=(8, 0), max_topk=32, max_tokens=64, max_ranks=8,
+        min_arch=(8, 0), max_topk=32, max_tokens=64, max_ranks=8, packages=("one", "both"),
     )  # fmt: skip
     other = Capabilities(
         dtypes=(torch.bfloat16, torch.float64), devices=("cuda",), deterministic=True, batch_invariant=True,
-        min_arch=(9, 0), max_topk=8, interpreted_on_cpu=True,
+        min_arch=(9, 0), max_topk=8, packages=("both", "other"), interpreted_on_cpu=True,
     )  # fmt: skip
     assert combined(one, other) == Capabilities(
         dtypes=(torch.bfloat16,), devices=("cuda",), transports=("nccl",), placements=("contiguous",),
         deterministic=True, min_arch=(9, 0), max_topk=8, max_tokens=64, max_ranks=8, interpreted_on_cpu=True,
+        packages=("one", "both", "other"),
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ for stage in ("00", "01", "02", "auto", "03", "fused_capacity+loop", "fixed_capa
 @pytest.mark.parametrize(
     ("missing", "why"),
     [
-        ("triton", "this stage needs Triton, which is not installed"),
+        ("triton", "needs triton, which is not installed"),
         ("triton.tools.tensor_descriptor", "lacks something they need (import of triton.tools"),
     ],
 )

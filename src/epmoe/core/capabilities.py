@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Capabilities:
         batch_invariant: a token's result does not depend, bit for bit, on who shares its batch.
         maskable: ranks can be masked (`MoELayer.mask_ranks`), and a placement may have lost experts.
         max_tokens, max_topk, max_experts, max_ranks: T per rank, K, E, EP.
+        packages: what has to be installed, by the name that is imported; looked for, not imported.
         interpreted_on_cpu: kernels run through an interpreter there: as right, and a thousand times slower. The
             suite leaves its large checks to a GPU then, and `select` takes such a stage on a CPU only if no other can.
     """
@@ -46,6 +48,7 @@ class Capabilities:
     max_topk: int | None = None
     max_experts: int | None = None
     max_ranks: int | None = None
+    packages: tuple[str, ...] = ()
     interpreted_on_cpu: bool = False
 
     def reasons_against(self, spec: "Spec") -> list[str]:
@@ -72,6 +75,11 @@ class Capabilities:
         ]
         if self.min_arch and spec.arch and spec.arch < self.min_arch:
             reasons.append(f"compute capability {spec.arch} is below {self.min_arch}")
+        reasons += [
+            f"needs {name}, which is not installed: pip install {name}"
+            for name in self.packages
+            if find_spec(name) is None
+        ]
         for wish in FLAGS:
             if getattr(spec, wish) and not getattr(self, wish):
                 reasons.append(f"is not {wish.replace('_', ' ')}")

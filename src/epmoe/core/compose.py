@@ -24,6 +24,7 @@ BOTH = ("graph_capturable", "deterministic", "batch_invariant")
 EITHER = ("interpreted_on_cpu",)
 SMALLER = ("max_tokens", "max_topk", "max_experts")
 LARGER = ("min_arch",)
+ALL = ("packages",)
 
 
 def compose(exchange: ExchangePart, experts: ExpertsPart, summary: str | None = None) -> Stage:
@@ -79,6 +80,7 @@ def combined(one: Capabilities, other: Capabilities) -> Capabilities:
         **dict.fromkeys(
             LARGER, lambda a, b: max((x for x in (a, b) if x is not None), default=None)
         ),
+        **dict.fromkeys(ALL, lambda a, b: tuple(dict.fromkeys((*a, *b)))),
     }
     values = {name: rule(getattr(one, name), getattr(other, name)) for name, rule in rules.items()}
     return Capabilities(**values)
