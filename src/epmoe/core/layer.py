@@ -21,6 +21,7 @@ from torch import Tensor
 from epmoe.core import ambient, choosing, ledger, registry
 from epmoe.core.agreement import agree, together
 from epmoe.core.ambient import building, calling, no_autocast
+from epmoe.core.bound import BoundToGroup
 from epmoe.core.capabilities import Capabilities, Wishes
 from epmoe.core.checks import (
     bad_id,
@@ -46,7 +47,7 @@ from epmoe.core.warming import warm_up
 from epmoe.core.weights import ExpertWeights
 
 
-class MoELayer(ABC):
+class MoELayer(BoundToGroup, ABC):
     """One complete expert-parallel layer of routed experts.
 
     A call takes this rank's tokens and returns their outputs: y[t] = sum over k of w[t, k] * f_{ids[t, k]}(x[t]), added
