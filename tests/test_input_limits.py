@@ -88,7 +88,7 @@ def test_files_that_are_no_json(content, tmp_path):
 
 
 def test_counts_beyond_a_counter():
-    with pytest.raises(InputError, match=r"count of expert 1 .* from 0 to"):
+    with pytest.raises(InputError, match=r"counts\[1\]=.* from 0 to"):
         balance([1, 10**400], 2)
     assert balance([2**63 - 1, 1], 2).excess(contiguous(2, 2)) > 1
 
