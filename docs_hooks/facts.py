@@ -16,6 +16,7 @@ from docs_hooks import (
     fact_choosing,  # noqa: F401  registers its own
     fact_parts,  # noqa: F401  registers its own
     fact_placements,  # noqa: F401  registers its own
+    fact_reading,  # noqa: F401  registers its own
     fact_stages,  # noqa: F401  registers its own
     fact_tables,
     fact_traces,  # noqa: F401  registers its own

@@ -96,7 +96,7 @@ GPUS: dict[str, Gpu] = {
             name="h200",
             memory_bandwidth=4.8e12,
             measured_bandwidth=4.4e12,
-            measured_source="measured: grouped GEMMs that stream expert weights, one H200, Triton 3.6",
+            measured_source="measured: expert products of h200x2-ep2.json at T = 128, torch 2.11, Triton 3.6",
             bf16_flops=989.4e12,
             fp8_flops=1978.9e12,
             nvlink_bandwidth=450e9,
