@@ -103,6 +103,23 @@ def test_a_seed_that_torch_cannot_take_is_refused(command):
     assert "--seed" in result.output
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--subjects nope",
+        "--subjects 02,fixed_capacity",
+        "--gpu nope",
+        "--shape nope",
+        "--dtype nope",
+        "--placement nope",
+    ],
+)
+@pytest.mark.parametrize("where", ["--loopback", ""])
+def test_a_bench_of_what_has_no_such_name_is_refused_before_the_run(words, where):
+    said = refused("bench", *words.split(), *where.split())
+    assert ("nope" if "nope" in words else "named twice") in said
+
+
 def test_numbers_with_commas_are_read():
     assert whole_numbers("tokens", "1, 8,128") == (1, 8, 128)
     assert whole_numbers("tokens", "0") == (0,)

@@ -26,6 +26,7 @@ from epmoe.core.bench.workload import (
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
 from epmoe.core.placement import parse_placement
+from epmoe.core.plan.gpus import named_gpu
 from epmoe.core.shape import named_shape
 from epmoe.core.values import dtype_name, named_dtype
 
@@ -87,6 +88,14 @@ class Config:
             raise InputError(f"tokens={self.tokens}: give at least one T, each at least 1")
         if not 0 <= self.rank < self.ep:
             raise InputError(f"rank={self.rank}: must be between 0 and {self.ep - 1}")
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Before ranks start and weights are drawn: both take long."""
+        parse_placement(self.placement, named_shape(self.shape).experts, self.ep)
+        named_dtype(self.dtype, "cpu")
+        named_gpu(self.gpu)
+        resolve_names(self.subjects, 1 if self.loopback else self.ep)
 
 
 def run(group: EPGroup, config: Config) -> Result:
