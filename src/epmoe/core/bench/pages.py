@@ -7,6 +7,7 @@ from epmoe.core.bench.floors import operations_per_assignment
 from epmoe.core.bench.padding import PaddingRow
 from epmoe.core.bench.profile import products_us
 from epmoe.core.bench.results import Measured, Point, Result, timed_subjects
+from epmoe.core.bench.routers import FUSED
 
 _MADE = "<!-- made by `epmoe bench report`: change the results, not this page -->\n"
 
@@ -61,7 +62,7 @@ def _routes_itself(one: Measured) -> bool:
     """Router and pack are one kernel: without either of them the layer routes in torch operators."""
     fusions = one.describe.get("fusions")
     whole = fusions is None or {"router", "pack"} <= set(fusions)
-    return whole and one.describe.get("router") == "the layer's own"
+    return whole and one.describe.get("router") == FUSED
 
 
 def _provenance(result: Result) -> str:

@@ -18,12 +18,10 @@ from epmoe.core.shape import MoEShape
 
 Router = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
-# What a result says of a subject that is given logits, not ids. Before the second was told apart, results called both
-# by the first.
+# What a result says of a subject that is given logits, not ids. The second could fuse its router, and an ablation has
+# switched that off. Before they were told apart, results called both by the first.
 FUSED = "the layer's own"
-UNFUSED = (
-    "torch operators of its own"  # the layer could fuse it, and an ablation has switched that off
-)
+UNFUSED = "torch operators of its own"
 
 
 def make_router(name: str, shape: MoEShape, device: torch.device) -> tuple[Router, str]:
