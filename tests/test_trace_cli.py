@@ -230,7 +230,7 @@ def test_a_checkpoint_s_own_routing_of_text(tmp_path, monkeypatch):
     [
         (["no_such_stage"], "no stage called"),
         (["02", "--out", "/no/such/folder/t.json"], "name a file in a folder that exists"),
-        (["02", "--routing", "zipf:much"], "routing 'zipf:much'"),
+        (["02", "--routing", "zipf:much"], "routing='zipf:much': give a number behind"),
         (["02", "--routing", "masked"], "choose one of uniform"),
         (["02", "--model", str(MODEL), "--routing", "zipf"], "a model routes by itself"),
         (["02", "--ep", "5", "--stepper", "s.json"], "--stepper plays 2, 3, 4 ranks, not 5"),

@@ -103,7 +103,8 @@ def run_command(
         bool, typer.Option("--remember", help="Keep the times of stages where `auto` looks.")
     ] = False,
     seconds: Annotated[
-        float | None, typer.Option(help="Start no new T after so many seconds.")
+        float | None,
+        typer.Option(help="Start no new T after so many seconds.", callback=time_limit),
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds for everything, several ranks.", callback=time_limit)
@@ -120,7 +121,7 @@ def run_command(
         placement=placement,
         loopback=loopback,
         rank=rank,
-        tokens=whole_numbers("tokens", tokens),
+        tokens=whole_numbers("tokens", tokens, least=1),
         subjects=tuple(subjects.split(",")),
         draws=draws,
         blocks=blocks,
@@ -193,8 +194,8 @@ def padding_command(
     counted = padding.sweep(
         stages.split(","),
         shape,
-        whole_numbers("tokens", tokens),
-        whole_numbers("ep", ep),
+        whole_numbers("tokens", tokens, least=1),
+        whole_numbers("ep", ep, least=1),
         [Routing.parse(word) for word in routings.split(",")],
         draws,
         timeout,

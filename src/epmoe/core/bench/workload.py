@@ -69,9 +69,12 @@ class Routing:
         """The routing that a word on the command line names: a kind, or zipf:EXPONENT."""
         kind, _, skew = word.partition(":")
         try:
-            return cls(kind=kind, skew=float(skew) if skew else 1.0)
-        except ValueError as error:
-            raise InputError(f"routing {word!r}: {error}") from None
+            exponent = float(skew) if skew else 1.0
+        except ValueError:
+            raise InputError(
+                f"routing={word!r}: give a number behind the colon, like zipf:1.0"
+            ) from None
+        return cls(kind=kind, skew=exponent)
 
     def __str__(self) -> str:
         return f"zipf:{self.skew}" if self.kind == "zipf" else self.kind

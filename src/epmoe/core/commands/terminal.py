@@ -57,18 +57,20 @@ def _file(target: str | Path | None) -> Path | None:
     return None if target in (None, "-") else Path(target)
 
 
-def time_limit(seconds: float | None) -> float | None:
+def time_limit(option: typer.CallbackParam, seconds: float | None) -> float | None:
     """Callback of options in seconds: a limit that is none would be found only by ranks that have started."""
     if seconds is not None:
-        check_seconds("timeout", seconds)
+        check_seconds(str(option.name), seconds)
     return seconds
 
 
-def whole_numbers(name: str, text: str) -> tuple[int, ...]:
-    """What the option `name` holds: numbers of at least 0 with commas, such as 1,8,128; else an InputError."""
+def whole_numbers(name: str, text: str, least: int = 0) -> tuple[int, ...]:
+    """What the option `name` holds: numbers of at least `least` with commas, like 1,8,128; else an InputError."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch("[0-9]{1,18}", part) for part in parts):
-        raise InputError(f"{name}={text!r}: give whole numbers of at least 0 with commas, like 1,8")
+    if not all(re.fullmatch("[0-9]{1,18}", part) and int(part) >= least for part in parts):
+        raise InputError(
+            f"{name}={text!r}: give whole numbers of at least {least} with commas, like 1,8"
+        )
     return tuple(map(int, parts))
 
 
