@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.bench_example import changed, example, with_subject
 
-from epmoe.core.bench import pages, report
+from epmoe.core.bench import pages, plots, report
 from epmoe.core.bench.floors import floor_us
 from epmoe.core.bench.results import (
     Point,
@@ -258,3 +258,12 @@ def test_committed_results_are_valid_and_say_where_they_come_from():
     for name, result in measured.items():
         assert validate(result) == [], name
         assert re.fullmatch(r"[0-9a-f]{40}", result.machine["git_sha"]), name
+
+
+def test_lines_of_a_plot_look_different_and_the_last_rung_is_blue():
+    ablations = [f"03_fused_triton:-{n}" for n in ("router", "pack", "metadata", "gather", "merge")]
+    names = ["02_fixed_capacity", "03_fused_triton", *ablations, "grouped_mm", "vllm-agrs"]
+    found = plots.looks(names)
+    assert list(found) == names
+    assert len(set(found.values())) == len(names)
+    assert found["03_fused_triton"] == plots.looks(["03_fused_triton"])["03_fused_triton"]

@@ -5,6 +5,7 @@ differently.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,14 +26,18 @@ _LOOKS = {
     "vllm-agrs-tuned": (ORANGE, "-", "s"),
     "grouped_mm": (RED, "-", "^"),
 }
-_STAGE_LOOKS = [(BLUE, "-", "o"), (BLUE, ":", "o"), (MUTED, "-", "o"), (MUTED, ":", "o")]
+# no two of as many stages and ablations as a run compares look alike
+_STAGE_LOOKS = [
+    (color, line, marker) for marker in "osD^" for color in (BLUE, MUTED) for line in "-:"
+]
 _DIGEST = "<!-- shows {} -->"
 
 
 def looks(names: Sequence[str]) -> dict[str, tuple[str, str, str]]:
     """Colour, line and marker of every subject; the last stage is the page's own."""
-    stages = [name for name in names if name not in _LOOKS]
-    ours = {name: _STAGE_LOOKS[min(i, 3)] for i, name in enumerate(reversed(stages))}
+    stages = [name for name in reversed(names) if name not in _LOOKS]
+    stages.sort(key=lambda name: ":" in name)  # rungs before a rung's ablations
+    ours = dict(zip(stages, itertools.cycle(_STAGE_LOOKS), strict=False))
     return {name: _LOOKS.get(name) or ours[name] for name in names}
 
 
@@ -68,7 +73,7 @@ def floor_plot(result: Result) -> str:
         _line(axes, name, lines[name], look)
     axes.set_xscale("log", base=2)
     _ticks(axes, sorted({int(t) for line in lines.values() for t, *_ in line}))
-    _legend(axes)
+    _legend(figure)
     spoken = (
         f"{n}: " + ", ".join(f"{v:.2f} at T={t}" for t, v, *_ in line) for n, line in lines.items()
     )
@@ -83,13 +88,13 @@ def ratio_plot(result: Result, ours: str) -> str:
             if found := compared(point, ours, other):
                 row = (point.tokens, found.median, found.low, found.high)
                 lines.setdefault(other, []).append(row)
-    figure, axes = _axes("tokens per rank", f"time of {ours} / time of other")
+    figure, axes = _axes("tokens per rank", f"{ours} / other")
     axes.axhline(1.0, color=MUTED, lw=0.9)
     for name, look in looks(list(lines)).items():
         _line(axes, f"against {name}", lines[name], look)
     axes.set_xscale("log", base=2)
     _ticks(axes, sorted({int(t) for line in lines.values() for t, *_ in line}))
-    _legend(axes)
+    _legend(figure)
     spoken = (
         f"{n}: " + ", ".join(f"{v:.3f} at T={t}" for t, v, *_ in line) for n, line in lines.items()
     )
@@ -116,7 +121,7 @@ def padding_plot(rows: Sequence[PaddingRow], ep: int) -> str:
     axes.set_yscale("log", base=2)
     _ticks(axes, sorted({r.tokens for r in shown}))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    _legend(axes)
+    _legend(figure)
     spoken = (
         f"{n}: " + ", ".join(f"{v:.1f} at T={t}" for t, v, *_ in line) for n, line in lines.items()
     )
@@ -124,8 +129,8 @@ def padding_plot(rows: Sequence[PaddingRow], ep: int) -> str:
 
 
 def _axes(x: str, y: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, 3.6), facecolor=PAPER)
-    axes = figure.add_axes((0.11, 0.15, 0.86, 0.80))
+    figure = Figure(figsize=(6.4, 3.6), facecolor=PAPER, layout="constrained")
+    axes = figure.add_subplot()
     axes.set_facecolor(PAPER)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -154,5 +159,6 @@ def _ticks(axes: Axes, tokens: Sequence[int]) -> None:
     axes.minorticks_off()
 
 
-def _legend(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize=SMALL, labelcolor=INK)
+def _legend(figure: Figure) -> None:
+    """Above the axes, where no line runs."""
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=SMALL, labelcolor=INK)
