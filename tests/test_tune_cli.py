@@ -9,6 +9,7 @@ from rich.console import Console
 from epmoe.core import tune
 from epmoe.core.commands.tune import guide
 from epmoe.core.errors import InputError
+from epmoe.core.groups import single
 
 QUIET = Console(quiet=True)
 
@@ -30,7 +31,7 @@ def measured(monkeypatch):
 
     @contextlib.contextmanager
     def runner(*_):
-        yield (lambda program, request: program(None, request)), "cpu"
+        yield (lambda program, request: program(single("cpu"), request)), "cpu"
 
     monkeypatch.setattr(tune, "tuner_of", lambda stage: tuner)
     monkeypatch.setattr(tune, "runner", runner)
@@ -72,3 +73,12 @@ def test_a_file_of_another_device_is_refused_on_every_rank(measured, monkeypatch
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="is for another, this is a GPU"):
         tuned(path, "1")
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_measured(
+    measured, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("epmoe.core.room.available_memory_gib", lambda: 0.001)
+    with pytest.raises(InputError, match=r"2 layers of tiny .*0\.0 are free: use --shape tiny"):
+        tuned(tmp_path / "tuning.json", "1")
+    assert measured == []

@@ -16,7 +16,9 @@ from epmoe.core import groups, registry
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.launch import open_ranks
+from epmoe.core.placement import contiguous
 from epmoe.core.ranks.transport import one_device
+from epmoe.core.room import check_room, rank_weight_bytes
 from epmoe.core.shape import MoEShape
 
 
@@ -91,6 +93,13 @@ def runner(ep: int, loopback: bool, device: str, timeout: float) -> Iterator[tup
             (lambda program, request: pool.run(program, request, timeout=timeout)[0]),
             pool.choice.device_type,
         )
+
+
+def check_memory(group: EPGroup, request: Request) -> None:
+    """Raise InputError on every rank where the weights do not fit into a CPU's memory; a rank program."""
+    shape = request.shape
+    layer_bytes = rank_weight_bytes(shape, contiguous(shape.experts, request.ranks), request.dtype)
+    check_room(group, shape.name, request.layers, layer_bytes, "use --shape tiny")
 
 
 def matches(entry: dict[str, Any], key: dict[str, Any]) -> bool:

@@ -17,16 +17,12 @@ from epmoe.core.bench.results import Result
 from epmoe.core.bench.routers import make_router
 from epmoe.core.bench.streaming import ceiling
 from epmoe.core.bench.subjects import Setting, resolve_names
-from epmoe.core.bench.workload import (
-    Routing,
-    layer_weights,
-    make_draw,
-    rank_weight_bytes,
-)
+from epmoe.core.bench.workload import Routing, layer_weights, make_draw
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
 from epmoe.core.placement import parse_placement
 from epmoe.core.plan.gpus import named_gpu
+from epmoe.core.room import check_room, rank_weight_bytes
 from epmoe.core.shape import named_shape
 from epmoe.core.values import dtype_name, named_dtype
 
@@ -169,7 +165,9 @@ def _base(group: EPGroup, config: Config) -> Setting:
     placement = parse_placement(config.placement, shape.experts, config.ep)
     dtype = named_dtype(config.dtype, group.device.type)
     rank = config.rank if config.loopback else group.rank
-    layers = _layers_that_fit(group, config.layers, rank_weight_bytes(shape, placement, dtype))
+    layer_bytes = rank_weight_bytes(shape, placement, dtype)
+    layers = _layers_that_fit(group, config.layers, layer_bytes)
+    check_room(group, shape.name, layers, layer_bytes, "use --shape tiny or fewer --layers")
     mine = placement.experts_of(rank)
     _say(group, f"drawing {layers} layers of {len(mine)} experts")
     router, router_name = make_router(config.router, shape, group.device)

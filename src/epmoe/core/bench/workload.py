@@ -158,8 +158,3 @@ def layer_weights(
     for slot, expert in enumerate(experts):
         fill_expert(w13_E2IH[slot], w2_EHI[slot], shape, seed, layer, expert)
     return ExpertWeights(w13_E2IH, w2_EHI)
-
-
-def rank_weight_bytes(shape: MoEShape, placement: Placement, dtype: torch.dtype) -> int:
-    """Bytes of one layer's experts on the fullest rank."""
-    return max(placement.counts()) * shape.expert_parameters() * dtype.itemsize

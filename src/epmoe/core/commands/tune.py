@@ -53,7 +53,7 @@ def guide(
                 candidates=candidates,
             )
             found = run(_kept(data, tuner), request)
-            entry = found or run(tuner.tune, request)
+            entry = found or run(_tuned(tuner), request)
             if found is None:
                 _keep(data, entry, path)
             table.add_row(
@@ -76,6 +76,16 @@ def _kept(data: dict[str, Any], tuner: tune.Tuner) -> tune.Program:
         return next((one for one in entries if tune.matches(one, key)), None)
 
     return find
+
+
+def _tuned(tuner: tune.Tuner) -> tune.Program:
+    """Measures an entry, where there is room for the weights."""
+
+    def measure(group: EPGroup, request: tune.Request) -> dict[str, Any]:
+        tune.check_memory(group, request)
+        return tuner.tune(group, request)
+
+    return measure
 
 
 def _keep(data: dict[str, Any], entry: dict[str, Any], path: Path) -> None:
