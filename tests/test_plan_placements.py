@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from epmoe.core.placement import contiguous, replicated
+from epmoe.core.placement import Placement, contiguous, replicated
 from epmoe.core.plan import drawn_load, expected_load, plan
 from epmoe.core.shape import named_shape
 
@@ -53,3 +53,30 @@ def test_lost_experts_ask_nothing_of_anybody():
 def test_replicas_take_memory():
     found = plan(TOY, 2, 4, placement=MAP)
     assert (found.placement, [rank.local_experts for rank in found.ranks]) == ("replicated", [2, 3])
+
+
+class CountedHomes(tuple):
+    """Homes that count how often somebody goes through them all."""
+
+    scans = 0
+
+    def __iter__(self):
+        type(self).scans += 1
+        return super().__iter__()
+
+
+def test_many_ranks_are_planned_without_a_scan_of_the_map_by_every_rank_for_every_rank():
+    """Every source rank asks for its owners, and so the work is EP x E; with one more scan for each pair of ranks, as
+    many ranks as these took half a minute, and 1000 of them minutes."""
+    ep, shape = 512, named_shape("glm-5.3-flash")
+    homes = CountedHomes(contiguous(shape.experts, ep).homes)
+    CountedHomes.scans = 0
+    found = plan(shape, ep, 1, placement=Placement(homes, ep, "contiguous"))
+    assert CountedHomes.scans <= 4 * ep
+    assert [rank.local_experts for rank in found.ranks] == [1] * 288 + [0] * (ep - 288)
+
+
+def test_sums_over_all_ranks_are_added_up_once_for_all_of_them():
+    load = expected_load(TOY, 2, (3, 5), MAP)
+    assert load.assignments is load.assignments
+    assert load.hit_tokens is load.hit_tokens

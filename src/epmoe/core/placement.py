@@ -33,7 +33,7 @@ from torch import Tensor
 
 from epmoe.core.errors import InputError
 from epmoe.core.reading import parse_json, read_text
-from epmoe.core.values import is_whole
+from epmoe.core.values import check_whole, is_whole
 
 KINDS = ("contiguous", "round_robin", "explicit", "replicated")
 
@@ -113,11 +113,11 @@ class Placement:
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """Global ids of the experts that `rank` holds, replicas included, in slot order."""
         self._check_rank(rank)
-        return tuple(e for e, homes in enumerate(self.homes) if rank in homes)
+        return tuple(self._slot_of[rank])
 
     def counts(self) -> tuple[int, ...]:
         """E_local of every rank."""
-        return tuple(len(self.experts_of(rank)) for rank in range(self.ranks))
+        return tuple(map(len, self._slot_of))
 
     def owner_table(self, device: torch.device | str = "cpu", source: int | None = None) -> Tensor:
         """owner_E [E] int32 on `device`, seen from `source`; from anywhere by default, as `owners`."""
@@ -172,9 +172,12 @@ class Placement:
 
     @cached_property
     def _slot_of(self) -> list[dict[int, int]]:
-        """By rank: expert -> slot."""
-        held = (self.experts_of(rank) for rank in range(self.ranks))
-        return [{expert: slot for slot, expert in enumerate(mine)} for mine in held]
+        """By rank: expert -> slot, in slot order; one pass over the homes for all ranks together."""
+        found: list[dict[int, int]] = [{} for _ in range(self.ranks)]
+        for expert, homes in enumerate(self.homes):
+            for rank in homes:
+                found[rank][expert] = len(found[rank])
+        return found
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.ranks:
@@ -293,5 +296,5 @@ def _kind_of(homes: tuple[tuple[int, ...], ...]) -> str:
 
 
 def _check(experts: int, ranks: int) -> None:
-    if experts < 1 or ranks < 1:
-        raise InputError(f"experts={experts}, ranks={ranks}: both must be at least 1")
+    check_whole("experts", experts, 1)
+    check_whole("ranks", ranks, 1)

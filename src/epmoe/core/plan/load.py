@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -52,12 +52,12 @@ class Load:
     hits_SD: Matrix
     exact: bool
 
-    @property
+    @cached_property  # asked for rank by rank
     def assignments(self) -> tuple[float, ...]:
         """(token, expert) pairs that every owner rank computes."""
         return tuple(sum(column) for column in zip(*self.slots_SD, strict=True))
 
-    @property
+    @cached_property
     def hit_tokens(self) -> tuple[float, ...]:
         """Tokens of all ranks that name at least one expert of a rank, per owner rank."""
         return tuple(sum(column) for column in zip(*self.hits_SD, strict=True))
@@ -111,6 +111,7 @@ def expected_load(
 def _expected(shape: MoEShape, ep: int, per_rank: tuple[int, ...], placement: Placement) -> Load:
     owners_SE = [Counter(placement.owners_from(source)) for source in range(ep)]
     serving_SD = [[owners[rank] for rank in range(ep)] for owners in owners_SE]
+    hit = {n: hit_probability(shape, n) for n in set().union(*serving_SD)}
     return Load(
         tokens=per_rank,
         active=expected_active(shape, ep, per_rank, placement),
@@ -119,7 +120,7 @@ def _expected(shape: MoEShape, ep: int, per_rank: tuple[int, ...], placement: Pl
             for t, serving in zip(per_rank, serving_SD, strict=True)
         ),
         hits_SD=tuple(
-            tuple(t * hit_probability(shape, n) for n in serving)
+            tuple(t * hit[n] for n in serving)
             for t, serving in zip(per_rank, serving_SD, strict=True)
         ),
         exact=False,
