@@ -98,6 +98,17 @@ def test_under_torchrun_every_rank_ends_alike_and_rank_0_answers(monkeypatch, tm
     assert done.output == (result.text() if rank == "0" else "")
 
 
+@pytest.mark.parametrize(("words", "ep"), [((), 2), (("--loopback",), 4)])
+def test_under_torchrun_its_world_is_measured(monkeypatch, words, ep):
+    seen = []
+    monkeypatch.setattr("epmoe.core.bench.cli._run", lambda config, *_: seen.append(config.ep))
+    monkeypatch.setattr("epmoe.core.bench.cli._finish", lambda *_: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    bench("--ep", "4", *words)
+    assert seen == [ep]
+
+
 def test_estimate_runs_nothing():
     done = bench("--ep", "4", "--loopback", "--estimate", "--subjects", "02,grouped_mm")
     assert done.exit_code == 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -25,6 +26,7 @@ def measured(monkeypatch):
     def measure(group, request):
         counts.append(request.tokens)
         entry = {"device": "a GPU", "width": 10 * request.tokens, "tried": 3, "failed": 1}
+        entry["ranks"] = request.ranks
         return entry | situation(group, request)
 
     tuner = tune.Tuner(situation, measure, columns=("width",), cells=lambda e: [str(e["width"])])
@@ -53,6 +55,33 @@ def test_the_stage_brings_columns_and_what_is_there_is_kept(measured, tmp_path):
     assert [row[:3] for row in rows] == [("8", "kept", "80"), ("2", "new", "20")]
     assert measured == [1, 8, 2]
     assert json.loads(path.read_text())["entries"] == data["entries"]
+
+
+@pytest.mark.parametrize(("loopback", "ranks"), [(False, 3), (True, 2)])
+def test_entries_are_for_the_ranks_of_torchruns_world(
+    measured, monkeypatch, tmp_path, loopback, ranks
+):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    data, _ = guide(
+        QUIET, "any", "tiny", 2, "1", loopback, "cpu", "auto", 4, tmp_path / "t.json", 60.0
+    )
+    assert [entry["ranks"] for entry in data["entries"]] == [ranks]
+
+
+def test_ranks_to_tune_on_are_torchruns_world(monkeypatch):
+    opened = []
+
+    @contextlib.contextmanager
+    def open_ranks(ranks, device):
+        opened.append(ranks)
+        yield SimpleNamespace(choice=SimpleNamespace(device_type=device))
+
+    monkeypatch.setattr(tune, "open_ranks", open_ranks)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with tune.runner(1, False, "cpu", 60.0) as (_, where):
+        assert (opened, where) == ([3], "cpu")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -17,6 +17,7 @@ from epmoe.core.errors import UnsupportedError
 from epmoe.core.groups import EPGroup
 from epmoe.core.launch import open_ranks
 from epmoe.core.placement import contiguous
+from epmoe.core.ranks.torchrun import world_size
 from epmoe.core.ranks.transport import one_device
 from epmoe.core.room import check_room, rank_weight_bytes
 from epmoe.core.shape import MoEShape
@@ -82,13 +83,15 @@ def tuner_of(stage: str) -> Tuner:
 def runner(ep: int, loopback: bool, device: str, timeout: float) -> Iterator[tuple[Run, str]]:
     """What runs a program of a `Tuner` and gives rank 0's answer, and on which kind of device, cpu or cuda.
 
-    It runs here where one process plays a rank, on `ep` ranks otherwise, each program for at most `timeout` seconds.
+    It runs here where one process plays a rank, else on torchrun's world or `ep` ranks, each program for at most
+    `timeout` seconds.
     """
-    if loopback or ep == 1:
+    ranks = world_size(ep)
+    if loopback or ranks == 1:
         group = groups.single(one_device(device))
         yield (lambda program, request: program(group, request)), group.device.type
         return
-    with open_ranks(ep, device) as pool:
+    with open_ranks(ranks, device) as pool:
         yield (
             (lambda program, request: pool.run(program, request, timeout=timeout)[0]),
             pool.choice.device_type,

@@ -30,7 +30,7 @@ from epmoe.core.commands.terminal import (
     writable_in_new_folder,
 )
 from epmoe.core.launch import launch
-from epmoe.core.ranks.torchrun import speaks, under_torchrun
+from epmoe.core.ranks.torchrun import speaks, under_torchrun, world_size
 from epmoe.core.ranks.transport import one_device
 
 
@@ -115,6 +115,7 @@ def run_command(
     json_to: JsonInNewFolder = None,
 ) -> None:
     """Time subjects from router logits to the combined output, interleaved, each behind its gates."""
+    ep = ep if loopback else world_size(ep)
     config = Config(
         shape=shape,
         ep=ep,

@@ -12,7 +12,7 @@ from epmoe.core import own_file, tune
 from epmoe.core.commands.terminal import check_file, whole_numbers
 from epmoe.core.errors import InputError
 from epmoe.core.groups import EPGroup
-from epmoe.core.ranks.torchrun import speaks
+from epmoe.core.ranks.torchrun import speaks, world_size
 from epmoe.core.shape import named_shape
 from epmoe.core.values import named_dtype
 
@@ -36,9 +36,10 @@ def guide(
     data, sizes, counts = own_file.load(path), named_shape(shape), whole_numbers("tokens", tokens)
     if 0 in counts:
         raise InputError(f"tokens={tokens!r}: give numbers from 1, without tokens nothing is timed")
+    ranks = ep if loopback else world_size(ep)
     table = Table("T", "", *tuner.columns, "tried", "failed", box=box.SIMPLE_HEAD)
     with (
-        tune.runner(ep, loopback, device, timeout) as (run, where),
+        tune.runner(ranks, loopback, device, timeout) as (run, where),
         Progress(console=console) as bar,
     ):
         step = bar.add_task(f"tuning {stage} on {where}", total=len(counts))
@@ -46,7 +47,7 @@ def guide(
             bar.update(step, description=f"tuning T={count} on {where}")
             request = tune.Request(
                 shape=sizes,
-                ranks=ep,
+                ranks=ranks,
                 rank=0 if loopback else None,
                 tokens=count,
                 dtype=named_dtype(dtype, where),
