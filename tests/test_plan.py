@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.plan_examples import SLOW, TOY, TOY_DRAW
 
+from epmoe.core.bench.floors import limits
 from epmoe.core.errors import InputError
 from epmoe.core.placement import contiguous, explicit, round_robin
 from epmoe.core.plan import (
@@ -245,11 +246,21 @@ BAD_CALLS = {
         lambda: floor(TOY, SLOW, active_experts=math.nan, assignments=2, hit_tokens=1),
         "active_experts=nan",
     ),
+    "figures that are none": (lambda: named_gpu("custom:fast"), "custom:4.8,990,450"),
+    "two figures": (lambda: named_gpu("custom:4.8,990"), "custom:4.8,990,450"),
+    "a GPU that nobody knows": (lambda: named_gpu("a100"), "custom:4.8,990,450"),
     "no bandwidth": (lambda: custom_gpu(0, 1, 1), "memory_bandwidth=0"),
     "measured by nobody": (lambda: replace(SLOW, measured_bandwidth=1), "measured_source"),
     "not a plan": (lambda: Plan.from_json("{}"), "no plan"),
     "not JSON": (lambda: Plan.from_json("nonsense"), "no plan"),
 }
+
+
+def test_a_gpu_by_its_figures_serves_wherever_one_is_named():
+    found = named_gpu("custom:4.8,990,450")
+    assert found == custom_gpu(4.8e12, 990e12, 450e9)
+    assert plan(TOY, 2, 1, "custom:4.8,990,450").ranks == plan(TOY, 2, 1, found).ranks
+    assert limits("custom:4.8,990,450", "bfloat16")["floor_bytes_per_second"] == 4.8e12
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)

@@ -116,14 +116,33 @@ GPUS: dict[str, Gpu] = {
 }
 
 
+CUSTOM = "custom"
+EXAMPLE = f"{CUSTOM}:TB/s,TFLOP/s,GB/s, such as {CUSTOM}:4.8,990,450"
+
+
 def named_gpu(name: str) -> Gpu:
-    """The GPU of that name, in any case. Raises InputError with the list of names."""
+    """The GPU of that name, in any case, or the one whose figures it gives.
+
+    custom:TB/s,TFLOP/s,GB/s are the memory's bandwidth, dense bfloat16 and one direction of the link. Raises InputError
+    with the list of names for anything else.
+    """
+    kind, colon, figures = name.partition(":")
+    if kind.lower() == CUSTOM and colon:
+        return _with_figures(name, figures)
     gpu = GPUS.get(name.lower())
     if gpu is None:
         raise InputError(
-            f"no GPU is called {name!r}: choose one of {', '.join(GPUS)}, or make one with custom_gpu"
+            f"no GPU is called {name!r}: choose one of {', '.join(GPUS)}, or give its figures: {EXAMPLE}"
         )
     return gpu
+
+
+def _with_figures(name: str, figures: str) -> Gpu:
+    try:
+        memory, flops, link = (float(one) for one in figures.split(","))
+    except ValueError:
+        raise InputError(f"gpu={name!r}: write {EXAMPLE}") from None
+    return custom_gpu(memory * 1e12, flops * 1e12, link * 1e9)
 
 
 def custom_gpu(
@@ -133,7 +152,7 @@ def custom_gpu(
 ) -> Gpu:
     """A GPU from the figures that every limit needs (units as in `Gpu`); `dataclasses.replace` adds others."""
     return Gpu(
-        name="custom",
+        name=CUSTOM,
         memory_bandwidth=memory_bandwidth,
         bf16_flops=bf16_flops,
         nvlink_bandwidth=nvlink_bandwidth,
