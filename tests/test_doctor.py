@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,36 @@ def test_a_look_that_breaks_is_a_finding(monkeypatch):
     finding = next(f for f in diagnose() if f.name == "gloo")
     assert finding.ok is False
     assert "libgloo is gone" in finding.detail
+
+
+def installed_vllm(environment: Path, version: str) -> None:
+    folder = environment / f"lib/python3.12/site-packages/vllm-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+
+def test_vllm_is_looked_for_where_the_commands_look(monkeypatch, tmp_path):
+    monkeypatch.setenv(doctor.VLLM_PYTHON, str(tmp_path / "bin" / "python"))
+    missing = doctor._vllm()
+    assert missing.ok is None
+    assert "make setup-vllm" in missing.fix
+    assert "pip install" not in missing.fix
+    installed_vllm(tmp_path, "0.32.0")
+    assert doctor._vllm().ok
+    assert doctor.VLLM_PYTHON in doctor._vllm().detail
+
+
+def test_another_vllm_than_the_tested_one_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv(doctor.VLLM_PYTHON, str(tmp_path / "bin" / "python"))
+    installed_vllm(tmp_path, "0.31.2")
+    assert doctor._vllm().ok is False
+    assert "0.32" in doctor._vllm().fix
+
+
+def test_nobody_is_asked_to_switch_the_interpreter_on(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = doctor._interpreter()
+    assert (found.ok, found.fix) == (True, "")
 
 
 def test_lines_read_well():

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from epmoe.core import registry
 from epmoe.core.bench.cli import app as bench
@@ -228,14 +227,10 @@ def stages(
 @app.command()
 def doctor(json_to: Json = None) -> None:
     """What this machine can run, and why not the rest."""
-    from epmoe.core.commands.doctor import diagnose
+    from epmoe.core.commands.doctor import diagnose, render
 
     findings = diagnose()
-    table = Table("", "what", "found", "to change it", box=None)
-    for finding in findings:
-        mark = "[green]yes[/green]" if finding.ok else "[yellow]no[/yellow]"
-        table.add_row(mark, finding.name, finding.detail, finding.fix or "")
-    deliver([asdict(finding) for finding in findings], json_to, table)
+    deliver([asdict(finding) for finding in findings], json_to, render(findings))
 
 
 app.command("plan")(plan_command)

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.table import Table
 
 from epmoe.core.errors import InputError
 from epmoe.core.phases import Span
+from epmoe.core.tables import WholeTable
 
 Path = tuple[str, ...]
 Totals = Mapping[Path, Mapping[int, float]]  # path -> call -> seconds
@@ -138,12 +138,11 @@ def _median(by_call: Mapping[int, float]) -> float:
     return statistics.median(by_call.values()) if by_call else 0.0
 
 
-def render(times: Sequence[PhaseTime]) -> Table:
+def render(times: Sequence[PhaseTime]) -> WholeTable:
     """One row per phase, parts indented; microseconds per call."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("phase", no_wrap=True)
-    for name in ("slowest, us", "on rank", "waiting, us", "fastest, us", "spread, us"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = WholeTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("phase", no_wrap=True)  # its indent is the tree
+    table.numbers("slowest, us", "on rank", "waiting, us", "fastest, us", "spread, us")
     for time in times:
         seconds = (time.waiting[time.slowest], min(time.by_rank), time.spread)
         table.add_row(

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from epmoe.core.expert_tables import ExpertTables
 from epmoe.core.groups import EPGroup
 from epmoe.core.ids import look_up, named
 from epmoe.core.placement import Placement
+from epmoe.core.tables import WholeTable
 
 Matrix = tuple[tuple[int, ...], ...]
 
@@ -218,11 +218,10 @@ def render(stats: RoutingStats, active_per_call: Sequence[float] | None = None) 
         stats: of one or more calls.
         active_per_call: active experts of every rank in one call on average, to show in place of those of all calls.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = WholeTable(box=box.SIMPLE_HEAD, pad_edge=False)
     active = "active" if active_per_call is None else "active a call"
     names = ("rank", "tokens", "idle", "assigned", "over mean", active)
-    for name in (*names, *(("given", "needed") if stats.delivered else ())):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.numbers(*names, *(("given", "needed") if stats.delivered else ()))
     mean = sum(stats.assignments) / stats.ranks
     for rank, assigned in enumerate(stats.assignments):
         share = f"{assigned / mean:.2f}" if mean else "-"

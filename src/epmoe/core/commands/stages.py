@@ -9,7 +9,6 @@ import torch
 import typer
 from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from epmoe.core import choosing, registry
@@ -22,6 +21,7 @@ from epmoe.core.placement import KINDS
 from epmoe.core.ranks.transport import one_device
 from epmoe.core.registry import Stage
 from epmoe.core.shape import named_shape
+from epmoe.core.tables import WholeTable
 from epmoe.core.values import named_dtype
 
 SHOWN = ("graph_capturable", "deterministic", "batch_invariant")
@@ -41,9 +41,12 @@ def refuse_questions(context: typer.Context) -> None:
         raise InputError(f"{words}: only --why looks at that, add it")
 
 
-def listing() -> tuple[list[dict[str, Any]], Table]:
+def listing() -> tuple[list[dict[str, Any]], WholeTable]:
     """The registered stages and what they declare, as data and as a table, which names the pairs below."""
-    table = Table("stage", "idea", "graph", "deterministic", "batch invariant", box=None)
+    table = WholeTable(box=None)
+    table.words("stage", "idea")
+    for name in ("graph", "deterministic", "batch invariant"):
+        table.add_column(name, no_wrap=True)  # options in these are to be typed as they stand
     table.caption = f"And pairs of exchange{registry.JOINT}experts: {', '.join(registry.pairs())}"
     data = []
     for name in registry.names():
@@ -149,8 +152,9 @@ def alike(reasons: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[st
     return [(names, list(why_not)) for why_not, names in found.items()]
 
 
-def _table(data: dict[str, Any]) -> Table:
-    table = Table("", "stage", "why", box=box.SIMPLE_HEAD)
+def _table(data: dict[str, Any]) -> WholeTable:
+    table = WholeTable(box=box.SIMPLE_HEAD)
+    table.words("", "stage", "why")
     if data["chosen"] is not None:
         options = "".join(f", with {name}={value}" for name, value in data["options"].items())
         table.add_row("[green]chosen[/green]", data["chosen"], data["by"] + options)

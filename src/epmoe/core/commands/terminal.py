@@ -100,7 +100,9 @@ def deliver_text(text: str, target: str | None, table: RenderableType) -> None:
     if target == "-":
         print(text, end="")
         return
-    answers.print(table)  # first: whatever happens to the file, the answer has been given
+    answers.print(
+        table, crop=False
+    )  # first: whatever happens to the file, the answer has been given
     if target is not None:
         write_answer(Path(target), text)
 

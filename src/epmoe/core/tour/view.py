@@ -3,9 +3,9 @@
 import torch
 from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from epmoe.core.tables import WholeTable
 from epmoe.core.tour import StageRow, TourReport
 
 SHADES = " ░▒▓█"
@@ -24,11 +24,10 @@ def render(report: TourReport) -> RenderableType:
     )
 
 
-def _stage_table(report: TourReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("stage", no_wrap=True)
-    for name in ("error", "coll.", "KiB", "syncs", "launches", "rows", "graph", "ms"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _stage_table(report: TourReport) -> WholeTable:
+    table = WholeTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.words("stage")
+    table.numbers("error", "coll.", "KiB", "syncs", "launches", "rows", "graph", "ms")
     for stage, rows in report.stages().items():
         table.add_row(stage, *_cells(rows), style=None if _right(rows) else "bold red")
     return table
@@ -76,15 +75,15 @@ def _refusals(report: TourReport) -> list[Text]:
     ]
 
 
-def _picture(report: TourReport) -> Table:
+def _picture(report: TourReport) -> WholeTable:
     """Source ranks down, experts across in blocks by owner rank: the darker, the more tokens."""
     visits_RE = torch.tensor(report.visits)
     ranks, most = len(report.visits), max(1, int(visits_RE.max()))
-    picture = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    picture.add_column("from \\ to", no_wrap=True)
-    for rank in range(ranks):
-        picture.add_column(f"rank {rank}", no_wrap=True)
-    picture.add_column("visits", justify="right")
+    picture = WholeTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    picture.add_column("from \\ to ", no_wrap=True)
+    for rank in range(ranks):  # "rank" above each, so that a narrow block stays narrow
+        picture.add_column(f"rank\n{rank}", no_wrap=True)
+    picture.numbers("visits")
     for rank, row in enumerate(report.visits):
         picture.add_row(f"rank {rank}", *_blocks(row, report.owners, ranks, most), str(sum(row)))
     arrived = [
