@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from epmoe.core.balance import balance
@@ -101,12 +102,25 @@ def test_under_torchrun_every_rank_ends_alike_and_rank_0_answers(monkeypatch, tm
 @pytest.mark.parametrize(("words", "ep"), [((), 2), (("--loopback",), 4)])
 def test_under_torchrun_its_world_is_measured(monkeypatch, words, ep):
     seen = []
-    monkeypatch.setattr("epmoe.core.bench.cli._run", lambda config, *_: seen.append(config.ep))
-    monkeypatch.setattr("epmoe.core.bench.cli._finish", lambda *_: None)
+
+    def measure(config, *_):
+        seen.append(config.ep)
+        raise typer.Exit
+
+    monkeypatch.setattr("epmoe.core.bench.cli._run", measure)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     bench("--ep", "4", *words)
     assert seen == [ep]
+
+
+def test_a_run_in_which_nobody_was_measured_is_no_success():
+    words = ["--shape", "tiny", "--ep", "2", "--loopback", "--tokens", "1"]
+    done = bench(*words, "--subjects", "vllm-default,vllm-tuned", *QUICK)
+    assert done.exit_code == 1
+    assert "nothing was measured" in done.stderr
+    assert done.stdout.count("need a CUDA device") == 2, "also where the sweep could not run"
+    assert "ratio of times" not in done.stdout
 
 
 def test_estimate_runs_nothing():

@@ -90,6 +90,28 @@ def test_a_file_that_cannot_be_kept_stops_the_run_before_it_starts(own):
     assert "is for NVIDIA H200, this is cpu" in str(error)
 
 
+def test_a_place_that_is_no_file_stops_the_run_before_it_starts(tmp_path, monkeypatch):
+    words = ["bench", "--shape", "tiny", "--ep", "2", "--tokens", "2", *QUICK, "--remember"]
+    monkeypatch.setattr("epmoe.core.bench.cli._run", lambda *_: pytest.fail("it was measured"))
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path, tmp_path / "file" / "tuning.json"):
+        monkeypatch.setenv(own_file.VARIABLE, str(place))
+        error = invoke(*words).exception
+        assert isinstance(error, InputError)
+        assert f"{place} cannot be written" in str(error)
+    with pytest.raises(InputError, match="is a folder, no tuning file"):
+        own_file.load(tmp_path)
+
+
+def test_the_answer_is_given_even_if_it_can_no_longer_be_kept(own, monkeypatch):
+    monkeypatch.setattr("epmoe.core.bench.cli._run", lambda *_: results.load(COMMITTED))
+    monkeypatch.setattr(remember, "check", lambda *_: None)
+    own.mkdir()
+    done = invoke("bench", "--remember")
+    assert isinstance(done.exception, InputError)
+    assert "Microseconds per layer" in done.stdout
+
+
 def test_ranks_that_share_a_gpu_are_not_remembered(monkeypatch):
     shared = transport.Choice(4, "nccl", "cuda", 1, True, "4 ranks share cuda:0 over NCCL 2.30.1")
     monkeypatch.setattr(remember, "choose_here", lambda ranks, device: shared)

@@ -33,6 +33,8 @@ def device_name(device: torch.device | str) -> str:
 
 def load(path: Path) -> dict[str, Any]:
     """The file's content; an empty one where there is none. Raises InputError for something else."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder, no tuning file: name a file with {VARIABLE}")
     if not path.is_file():
         return {"device": None, TILES: [], TIMES: []}
     text = read_text(path, "tuning")

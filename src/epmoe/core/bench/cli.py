@@ -151,9 +151,9 @@ def run_command(
     if remember:
         keeping.check(device, ep, loopback, placement)
     result = _run(config, device, timeout)
-    if remember and speaks():
-        notes.print(keeping.keep(result), style="dim", highlight=False)
-    _finish(result, json_to, save_vllm_config)
+    _show(result, json_to)
+    _keep(result, remember, save_vllm_config)
+    raise typer.Exit(_exit_code(result))
 
 
 def _run(config: Config, device: str, timeout: float) -> results.Result:
@@ -162,15 +162,26 @@ def _run(config: Config, device: str, timeout: float) -> results.Result:
     return launch(run, config, ranks=config.ep, device=device, timeout=timeout)[0]
 
 
-def _finish(result: results.Result, json_to: str | None, save_vllm_config: Path | None) -> None:
-    """Show, and leave with code 1 when a subject failed its gates."""
+def _show(result: results.Result, json_to: str | None) -> None:
+    # a file holds it already: every T is written when it is done
+    deliver_text(result.text(), "-" if json_to == "-" else None, render(result))
+
+
+def _keep(result: results.Result, remember: bool, save_vllm_config: Path | None) -> None:
+    """Into the files that were asked for besides, on rank 0."""
     if save_vllm_config and result.tuning and speaks():
         chosen = {tuned["rows"]: tuned["best"] for tuned in result.tuning.values()}
         vllm_subjects.write_configs(save_vllm_config, chosen)
-    # a file holds it already: every T is written when it is done
-    deliver_text(result.text(), "-" if json_to == "-" else None, render(result))
-    failed = any(one.error for point in result.points for one in point.subjects.values())
-    raise typer.Exit(1 if failed else 0)
+    if remember and speaks():
+        notes.print(keeping.keep(result), style="dim", highlight=False)
+
+
+def _exit_code(result: results.Result) -> int:
+    """1 when a subject failed its gates, and when nobody got that far."""
+    subjects = [one for point in result.points for one in point.subjects.values()]
+    if not subjects:
+        notes.print("nothing was measured: no subject ran at any T")
+    return 1 if not subjects or any(one.error for one in subjects) else 0
 
 
 @app.command("padding")

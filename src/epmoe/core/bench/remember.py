@@ -4,6 +4,7 @@ import os
 
 from epmoe.core import measured, own_file, registry
 from epmoe.core.bench.results import Measured, Point, Result
+from epmoe.core.commands.terminal import check_file
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.measured import Comparison, Situation
 from epmoe.core.ranks.transport import choose_here
@@ -30,7 +31,8 @@ def check(device: str, ep: int, loopback: bool, placement: str = "contiguous") -
     """Before anything is measured: raise where the result could not be kept.
 
     Raises:
-        InputError: the file is broken or about another device, or another map than the contiguous one is measured.
+        InputError: the file is broken, about another device or cannot be written, or another map than the contiguous
+            one is measured.
         UnsupportedError: ranks share a GPU, so their times are not those of ranks with a GPU each.
     """
     if placement != "contiguous":
@@ -44,6 +46,7 @@ def check(device: str, ep: int, loopback: bool, placement: str = "contiguous") -
             f"{choice.reason}: times of a shared GPU say nothing about one GPU a rank, leave --remember out"
         )
     path = own_file.default_file()
+    check_file(path, makes_folders=True)
     measured.read(path)
     own_file.check_device(own_file.load(path), own_file.device_name(choice.device_type), path)
 

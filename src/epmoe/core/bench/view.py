@@ -13,7 +13,10 @@ from epmoe.core.bench.results import Measured, Point, Result
 
 def render(result: Result) -> RenderableType:
     """Times, then ratios, then whatever was refused, failed or left out."""
-    return Group(Text(title(result), style="bold"), _times(result), _ratios(result), _notes(result))
+    parts: list[RenderableType] = [Text(title(result), style="bold"), _times(result)]
+    if any(point.ratios for point in result.points):
+        parts.append(_ratios(result))
+    return Group(*parts, _notes(result))
 
 
 def title(result: Result) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from epmoe.core.bench.subjects import GatheredSubject, Setting
 from epmoe.core.errors import InputError, UnsupportedError
+from epmoe.core.reading import write_whole
 
 LOOPBACK_NAMES = ("vllm-default", "vllm-tuned")
 RANK_NAMES = ("vllm-agrs", "vllm-agrs-tuned")
@@ -105,8 +106,9 @@ def make(name: str, setting: Setting, configs: dict[int, Config] | None) -> Vllm
         return VllmExperts(setting, None)
     rows = setting.ranks * setting.tokens
     if not configs:
+        load(setting)  # where vLLM cannot run at all, that is why nothing is tuned
         raise UnsupportedError(
-            f"{name}: no tuned configuration, the sweep is off and no file named"
+            f"{name}: no tuned configuration, no file is named and the sweep is off or found none that runs"
         )
     return VllmExperts(setting, configs[min(configs, key=lambda known: abs(known - rows))])
 
@@ -124,10 +126,9 @@ def write_configs(path: Path, configs: dict[int, Config]) -> None:
     """The format of vLLM's configs folder: rows -> configuration, with the Triton version."""
     import triton
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {"triton_version": triton.__version__}
     data |= {str(rows): configs[rows] for rows in sorted(configs)}
-    path.write_text(json.dumps(data, indent=2) + "\n")
+    write_whole(path, json.dumps(data, indent=2) + "\n")
 
 
 def candidates(rows: int, limit: int) -> list[Config]:
