@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
@@ -17,8 +16,8 @@ from epmoe.core.draws import draw as drawing
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement, parse_placement
 from epmoe.core.plan import Plan, RankPlan, Wire, plan
-from epmoe.core.plan.gpus import Gpu, custom_gpu, named_gpu
 from epmoe.core.shape import MoEShape, named_shape
+from epmoe.core.tables import WholeTable
 
 
 def render(plan: Plan) -> RenderableType:
@@ -50,9 +49,7 @@ def render_sweep(plans: Sequence[Plan]) -> RenderableType:
         raise InputError("there is no plan to show: give at least one number of tokens")
     first = plans[0]
     table = _table(f"{first.shape['name']}, EP {first.ep}, {first.dtype} on {first.gpu}")
-    columns = ("T", "active", "weights", "compute", "floor", "bound", *_short_names(first))
-    for column in columns:
-        table.add_column(column, justify="right")
+    table.numbers("T", "active", "weights", "compute", "floor", "bound", *_short_names(first))
     for one in plans:
         table.add_row(*_sweep_cells(one))
     note = (
@@ -64,7 +61,7 @@ def render_sweep(plans: Sequence[Plan]) -> RenderableType:
 
 def plan_command(
     shape: Annotated[str, typer.Option(help="A named shape.")] = "glm-5.3-flash",
-    ep: Annotated[int, typer.Option(help="Ranks of the expert group.")] = 4,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks of the expert group.")] = 4,
     tokens: Annotated[
         str, typer.Option(help="Tokens per rank; several, with commas, make a table.")
     ] = "1,2,4,8,16,32,64,128",
@@ -92,7 +89,7 @@ def plan_command(
     placed = parse_placement(placement, sizes.experts, ep)
     options = {"placement": placed, "dtype": dtype, "capacity": capacity}
     plans = [
-        plan(sizes, ep, count, parse_gpu(gpu), _draws(draw, count, sizes, placed, seed), **options)
+        plan(sizes, ep, count, gpu, _draws(draw, count, sizes, placed, seed), **options)
         for count in whole_numbers("tokens", tokens)
     ]
     table = render(plans[0]) if len(plans) == 1 else render_sweep(plans)
@@ -109,22 +106,8 @@ def _draws(
     return [drawing(kind, tokens, sizes.topk, placement, one)[0] for one in seeds]
 
 
-def parse_gpu(text: str) -> Gpu:
-    """A named GPU, or custom:TB/s,TFLOP/s,GB/s of memory, dense bfloat16 and one direction of the link."""
-    name, _, figures = text.partition(":")
-    if name != "custom":
-        return named_gpu(text)
-    try:
-        memory, flops, link = (float(one) for one in figures.split(","))
-    except ValueError:
-        raise InputError(
-            f"gpu={text!r}: write custom:TB/s,TFLOP/s,GB/s, such as custom:4.8,990,450"
-        ) from None
-    return custom_gpu(memory * 1e12, flops * 1e12, link * 1e9)
-
-
-def _table(title: str) -> Table:
-    return Table(
+def _table(title: str) -> WholeTable:
+    return WholeTable(
         title=title,
         title_justify="left",
         box=box.SIMPLE_HEAD,
@@ -135,7 +118,7 @@ def _table(title: str) -> Table:
 
 
 def _short_names(plan: Plan) -> list[str]:
-    return [wire.scheme.replace("_capacity", "").replace("_", " ") for wire in plan.wires]
+    return [wire.scheme.replace("_capacity", "").replace("_", "\n") for wire in plan.wires]
 
 
 def _sweep_cells(plan: Plan) -> tuple[str, ...]:
@@ -151,11 +134,10 @@ def _sweep_cells(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _rank_table(plan: Plan) -> Table:
+def _rank_table(plan: Plan) -> WholeTable:
     table = _table("The floor of every rank, in microseconds")
     columns = ("rank", "T", "active", "of", "pairs", "bytes", "weights", "rows", "compute", "floor")
-    for column in (*columns, "bound"):
-        table.add_column(column, justify="right")
+    table.numbers(*columns, "bound")
     for _, equal in groupby(plan.ranks, key=_all_but_rank):
         ranks = list(equal)
         name = str(ranks[0].rank) if len(ranks) == 1 else f"{ranks[0].rank}-{ranks[-1].rank}"
@@ -179,9 +161,8 @@ def _rank_cells(rank: RankPlan) -> tuple[str, ...]:
 
 def _wire_table(plan: Plan) -> Group:
     table = _table(f"Bytes that leave the busiest rank; {_rate(plan.link_bandwidth)} per direction")
-    table.add_column("scheme")
-    for column in ("out", "back", "wire us", "rows / needed"):
-        table.add_column(column, justify="right")
+    table.words("scheme")
+    table.numbers("out", "back", "wire us", "rows / needed")
     for wire in plan.wires:
         table.add_row(*_wire_cells(wire, plan.link_bandwidth))
     return Group(table, *(Text(_row_format(wire)) for wire in plan.wires))
