@@ -30,6 +30,8 @@ def test_stages_on_two_ranks_end_to_end(tmp_path):
     done = bench(*words, *QUICK, "--json", str(path))
     assert done.exit_code == 0, done.output
     assert "01_variable_a2a" in done.output
+    assert "bench: T=1: 01_variable_a2a" in done.stderr, "rank 0 tells how far it is"
+    assert "bench: T=5: 01_variable_a2a" in done.stderr
     result = load(path)
     assert [p.tokens for p in result.points] == [1, 5]
     assert result.setting["transport"] == "gloo"

@@ -2,6 +2,8 @@
 
 import shlex
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +11,8 @@ import typer
 from typer.core import TyperGroup
 
 from epmoe.core import groups
+from epmoe.core.bench import progress, results, vllm_subjects
 from epmoe.core.bench import remember as keeping
-from epmoe.core.bench import results, vllm_subjects
 from epmoe.core.bench.run import Config, estimate_seconds, run
 from epmoe.core.bench.subjects import resolve_names
 from epmoe.core.bench.view import render
@@ -159,7 +161,10 @@ def run_command(
 def _run(config: Config, device: str, timeout: float) -> results.Result:
     if config.loopback or (config.ep == 1 and not under_torchrun()):
         return run(groups.single(one_device(device)), config)
-    return launch(run, config, ranks=config.ep, device=device, timeout=timeout)[0]
+    # under torchrun rank 0 writes to the user's standard error itself
+    with nullcontext() if under_torchrun() else progress.followed() as path:
+        config = replace(config, progress=path)
+        return launch(run, config, ranks=config.ep, device=device, timeout=timeout)[0]
 
 
 def _show(result: results.Result, json_to: str | None) -> None:

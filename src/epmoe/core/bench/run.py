@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from epmoe.core.bench import floors, provenance
+from epmoe.core.bench import floors, progress, provenance
 from epmoe.core.bench import point as points
 from epmoe.core.bench.method import Clock, blocks_for, clock_for
 from epmoe.core.bench.results import Result
@@ -49,6 +49,7 @@ class Config:
         seconds: start no new T after so long; None for no limit.
         path: where rank 0 saves after each point.
         command: as it was typed, for the record.
+        progress: a file of `progress.followed`, where rank 0's standard error is not the user's.
     """
 
     shape: str = "glm-5.3-flash"
@@ -74,6 +75,7 @@ class Config:
     seconds: float | None = None
     path: Path | None = None
     command: str = ""
+    progress: Path | None = None
 
     def __post_init__(self):
         least = {"ep": 1, "draws": 1, "blocks": 1, "replays": 1, "layers": 1, "rows": 1, "sweep": 0}
@@ -112,7 +114,7 @@ def run(group: EPGroup, config: Config) -> Result:
     )
     result.ceiling = _ceiling(group, clock, base)
     result.clocks["before"] = provenance.clocks(group.device)
-    _say(group, f"reads at {result.ceiling['read_bytes_per_second'] / 1e12:.3f} TB/s")
+    _say(group, config, f"reads at {result.ceiling['read_bytes_per_second'] / 1e12:.3f} TB/s")
     for place, tokens in enumerate(config.tokens):
         spent = max(row[0] for row in group.all_gather_ints([int(time.monotonic() - began)]))
         if config.seconds is not None and spent > config.seconds:
@@ -125,6 +127,7 @@ def run(group: EPGroup, config: Config) -> Result:
             result.save(config.path)
         _say(
             group,
+            config,
             f"T={tokens}: {points.headline(result.points[-1])} [{time.monotonic() - began:.0f} s]",
         )
     return result
@@ -169,7 +172,7 @@ def _base(group: EPGroup, config: Config) -> Setting:
     layers = _layers_that_fit(group, config.layers, layer_bytes)
     check_room(group, shape.name, layers, layer_bytes, "use --shape tiny or fewer --layers")
     mine = placement.experts_of(rank)
-    _say(group, f"drawing {layers} layers of {len(mine)} experts")
+    _say(group, config, f"drawing {layers} layers of {len(mine)} experts")
     router, router_name = make_router(config.router, shape, group.device)
     return Setting(
         group=group,
@@ -256,6 +259,6 @@ def estimate_seconds(config: Config, subjects: int) -> float:
     return layer_s * config.layers * blocks * config.replays * subjects
 
 
-def _say(group: EPGroup, words: str) -> None:
+def _say(group: EPGroup, config: Config, words: str) -> None:
     if group.rank == 0:
-        print(f"bench: {words}", file=sys.stderr, flush=True)
+        progress.say(words, config.progress)
