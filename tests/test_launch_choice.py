@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from epmoe.core import launch
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.ranks import gpu_sharing, guardian, transport
 from epmoe.core.ranks.transport import choose_transport, one_device
@@ -236,3 +237,18 @@ def _guard(*orders):
         timeout=30,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_more_ranks_than_a_machine_takes_are_refused_before_any_starts(monkeypatch):
+    monkeypatch.setattr(transport, "cores", lambda: 2)
+    monkeypatch.setattr(launch, "_start_guardian", lambda folder: pytest.fail("ranks were started"))
+    with pytest.raises(InputError, match=r"1000000 ranks: .* at most 64 .* start fewer"):
+        launch.RankPool(1_000_000)
+    with pytest.raises(InputError, match="65 ranks"):
+        transport.choose_here(65, "cpu")
+    assert transport.choose_here(64, "cpu").ranks == 64
+
+
+def test_a_machine_with_many_cores_takes_a_rank_for_each(monkeypatch):
+    monkeypatch.setattr(transport, "cores", lambda: 128)
+    assert transport.choose_here(128, "cpu").ranks == 128

@@ -16,7 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from epmoe.core.errors import InputError, UnsupportedError
+from epmoe.core.machine import cores
 from epmoe.core.ranks import gpu_sharing
+
+MOST_RANKS = (
+    64  # of one machine, or a rank for every core: each is a process with a torch of its own
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,11 @@ def choose_transport(
 def choose_here(
     ranks: int, device: str = "auto", transport: str | None = None, world: int | None = None
 ) -> Choice:
-    """`choose_transport` with what this machine has. Creates no CUDA context in this process."""
+    """`choose_transport` with what this machine has. Creates no CUDA context in this process.
+
+    Raises as it does, and InputError for more ranks than a machine takes.
+    """
+    check_ranks(ranks, device)
     devices = torch.cuda.device_count() if device != "cpu" and transport != "gloo" else 0
     version = gpu_sharing.nccl_version() if devices else None
     return choose_transport(
@@ -115,6 +124,16 @@ def choose_here(
 def one_device(asked: str = "auto") -> str:
     """The kind of device of a process that is the only rank: cpu or cuda. Raises as `choose_transport`."""
     return choose_here(1, asked).device_type
+
+
+def check_ranks(ranks: int, device: str) -> None:
+    """Raise InputError for a number of ranks that this machine cannot start, or for an unknown device."""
+    _check_names(ranks, device, None)
+    most = max(MOST_RANKS, cores())
+    if ranks > most:
+        raise InputError(
+            f"{ranks} ranks: one machine takes at most {most} (a process each), start fewer"
+        )
 
 
 def _check_names(ranks: int, device: str, transport: str | None) -> None:
