@@ -11,8 +11,9 @@ from epmoe.core import registry
 from epmoe.core.capabilities import Capabilities, Spec
 from epmoe.core.cases import Case
 from epmoe.core.conformance.record import Recorder
-from epmoe.core.errors import UnsupportedError
+from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.launch import RankPool
+from epmoe.core.ranks.transport import check_ranks
 from epmoe.core.verify import CaseReport, report, run_case
 
 _SUITE = "epmoe.core.conformance."
@@ -43,6 +44,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    _check_options(config)
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skips with its reason elsewhere")
     if config.getoption("--record"):
         recorder = Recorder(Path(config.getoption("--record")))
@@ -50,6 +52,15 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "large: many rows or calls; skips where kernels are interpreted"
     )
+
+
+def _check_options(config) -> None:
+    """Raise pytest.UsageError for an option that every test would trip over."""
+    try:
+        _wanted(config)
+        check_ranks(config.getoption("--ranks"), config.getoption("--device"))
+    except InputError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def pytest_generate_tests(metafunc):
