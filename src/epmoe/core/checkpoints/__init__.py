@@ -12,13 +12,18 @@ Legend: T tokens, H hidden, I intermediate, E experts, n experts asked for.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from epmoe.core.checkpoints.config import by_transformers, load_config, read_config, read_sizes
+from epmoe.core.checkpoints.config import (
+    by_transformers,
+    load_config,
+    load_model,
+    read_config,
+    read_sizes,
+)
 from epmoe.core.checkpoints.families import Family, family_of
 from epmoe.core.checkpoints.files import PLAIN, TensorFiles
 from epmoe.core.errors import InputError
@@ -151,19 +156,14 @@ def hidden_states_of_layers(
         layer -> x_TH [T, H] float32, T = min(tokens of text, max_tokens).
 
     Raises:
-        InputError: as `load_layer`; a text that is no str or has no tokens; max_tokens below 1 or above the model's
-            positions.
+        InputError: as `load_layer`; weights that do not fit config.json; a text that is no str or has no tokens;
+            max_tokens below 1 or above the model's positions.
     """
     info = inspect(path)
     for layer in layers:
         _moe_stem(info, family_of(info.architecture), layer)
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # a bar for a few megabytes only disturbs the caller's own
     ids_1T = _token_ids(info.path, text, max_tokens)
-    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
-    model = by_transformers(load, info.path, "model").eval()
+    model = load_model(info.path)
     seen: dict[int, Tensor] = {}
 
     def keep(layer: int, inputs: tuple[Tensor, ...]) -> None:

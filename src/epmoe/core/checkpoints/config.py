@@ -1,8 +1,12 @@
 """config.json of a checkpoint, and what transformers makes of a folder: whatever is wrong there is an InputError."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from epmoe.core.checkpoints.families import Family, family_of
 from epmoe.core.errors import InputError
@@ -57,6 +61,46 @@ def by_transformers(load: Callable[[Path], Any], folder: Path, what: str) -> Any
         raise InputError(
             f"{folder} holds no {what} that transformers can load: {words}; give a checkpoint as it was published"
         ) from error
+
+
+def load_model(folder: Path) -> Any:
+    """The transformers model in float32 on the CPU, for inference. InputError, in one line, where config.json asks for
+    a weight that the files lack or hold in another shape: transformers would make that one up."""
+    from transformers import AutoModelForCausalLM
+
+    load = partial(
+        AutoModelForCausalLM.from_pretrained,
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, without advice to ignore them
+    )
+    with _quiet():
+        model, told = by_transformers(load, folder, "model")
+    for name, stored, wanted in sorted(told["mismatched_keys"]):
+        raise InputError(
+            f"tensor {name} of {folder} has shape {tuple(stored)}, but config.json asks for {tuple(wanted)}: give the "
+            "config and the weights of one checkpoint"
+        )
+    for name in sorted(told["missing_keys"]):
+        raise InputError(
+            f"tensor {name} is missing from {folder}, but config.json asks for it: give the config and the weights of "
+            "one checkpoint"
+        )
+    return model.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bar and its report of many lines: what is wrong is said here, in one."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _architecture(folder: Path, raw: dict[str, Any]) -> str:
