@@ -4,12 +4,14 @@ Both are made from committed results alone; a setting that nobody measured has n
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from epmoe.core.bench.profile import products_us
 from epmoe.core.bench.results import Result, compared
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 SPLIT_SIZES = (1, 8, 128)
+PARTS = ("span, us", "exchange", "wait", "products", "other kernels")
 _OTHERS = ("vllm-default", "vllm-tuned", "vllm-agrs", "vllm-agrs-tuned")
 _NAMES = {
     "vllm-default": "vLLM's experts",
@@ -54,9 +56,12 @@ def time_split(measured: Mapping[str, Result], ours: str) -> Table:
             for name, words in ((ours, ours), ("vllm-agrs-tuned", "vLLM's, tuned")):
                 one = point.subjects.get(name)
                 if one is not None and one.profile:
-                    rows.append([where(result), str(point.tokens), words, *_parts(one.profile)])
-    head = ["on", "T", "layer", "span, us", "exchange", "wait", "products", "other kernels"]
-    return head, rows
+                    rows.append([where(result), str(point.tokens), words, *_whole(one.profile)])
+    return ["on", "T", "layer", *PARTS], rows
+
+
+def _whole(profile: Mapping[str, Any]) -> list[str]:
+    return [f"{us:.0f}" for us in parts_us(profile)]
 
 
 def _decode(measured: Mapping[str, Result]) -> Sequence[Result]:
@@ -79,9 +84,9 @@ def _ratio(result: Result, ours: str, other: str, tokens: int) -> str:
     return words if found.claim == "no difference" else f"**{words}**"
 
 
-def _parts(profile: Mapping[str, object]) -> list[str]:
-    kernels: Mapping[str, float] = profile["kernels_us"]  # pyright: ignore[reportAssignmentType]
+def parts_us(profile: Mapping[str, Any]) -> tuple[float, ...]:
+    """Microseconds of a profile, in the order of `PARTS`."""
+    kernels = profile["kernels_us"]
     products = products_us(kernels)
-    numbers = (profile[part] for part in ("span_us", "exchange_us", "wait_us"))
-    others = sum(kernels.values()) - products
-    return [*(f"{us:.0f}" for us in numbers), f"{products:.0f}", f"{others:.0f}"]
+    noted = [profile[part] for part in ("span_us", "exchange_us", "wait_us")]
+    return (*noted, products, sum(kernels.values()) - products)

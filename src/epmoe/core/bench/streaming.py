@@ -12,6 +12,13 @@ _BLOCKS, _STEPS, _WARPS = (1024, 2048, 4096), 8, (4, 8)
 _PASSES = 5
 
 
+def rate_words(bytes_per_second: float) -> str:
+    """4.18 TB/s of a GPU, 23.4 GB/s of a CPU."""
+    if bytes_per_second >= 1e11:
+        return f"{bytes_per_second / 1e12:.2f} TB/s"
+    return f"{bytes_per_second / 1e9:.1f} GB/s"
+
+
 def ceiling(clock: Clock, tensors: Sequence[Tensor]) -> dict[str, float | str]:
     """Bytes/s of a pass that only reads the tensors, the best of several kernels, and of a copy (read plus write).
 

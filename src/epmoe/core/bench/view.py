@@ -7,15 +7,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from epmoe.core.bench.headline import PARTS, parts_us
 from epmoe.core.bench.padding import PaddingRow
 from epmoe.core.bench.results import Measured, Point, Result
+from epmoe.core.bench.streaming import rate_words
 
 
 def render(result: Result) -> RenderableType:
-    """Times, then ratios, then whatever was refused, failed or left out."""
+    """Times, then ratios, then where the time goes, then whatever was refused, failed or left out."""
     parts: list[RenderableType] = [Text(title(result), style="bold"), _times(result)]
     if any(point.ratios for point in result.points):
         parts.append(_ratios(result))
+    if any(one.profile for point in result.points for one in point.subjects.values()):
+        parts.append(_split(result))
     return Group(*parts, _notes(result))
 
 
@@ -35,11 +39,11 @@ def _times(result: Result) -> Table:
         table.add_row(
             str(point.tokens), active_words(point, result), f"{mean_floor(point):.1f}", *cells
         )
-    nominal = result.setting["floor_bytes_per_second"] / 1e12
-    read = result.ceiling["read_bytes_per_second"] / 1e12
+    nominal = rate_words(result.setting["floor_bytes_per_second"])
+    read = rate_words(result.ceiling["read_bytes_per_second"])
     table.caption = (
-        f"Microseconds per layer, mean over draws; in brackets time / floor at {nominal:.2f} TB/s and at the "
-        f"{read:.2f} TB/s that this run streamed. (e) eager, not a graph. Clock: {result.setting['clock']}."
+        f"Microseconds per layer, mean over draws; in brackets time / floor at {nominal} and at the "
+        f"{read} that this run streamed. (e) eager, not a graph. Clock: {result.setting['clock']}."
     )
     table.caption_justify = "left"
     return table
@@ -81,6 +85,22 @@ def _ratios(result: Result) -> Table:
         table.add_row(f"{of} / {to}", *cells)
     table.caption = (
         "Median of per-block ratios with its bootstrap 95% interval; below 1 the first is faster."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _split(result: Result) -> Table:
+    """Where the time of every profiled subject goes."""
+    table = Table("T", "where the time goes", *PARTS, box=box.SIMPLE_HEAD)
+    for point in result.points:
+        for name, one in point.subjects.items():
+            if one.profile:
+                cells = (f"{us:.1f}" for us in parts_us(one.profile))
+                table.add_row(str(point.tokens), name, *cells)
+    table.caption = (
+        "Microseconds per layer on draw 0, mean over ranks, of profiled runs, which are slower. Wait: what the "
+        "exchange took above its time on the rank that came last."
     )
     table.caption_justify = "left"
     return table
