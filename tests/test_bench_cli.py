@@ -142,6 +142,7 @@ def test_estimate_runs_nothing():
         ({"tokens": (0,)}, "at least 1"),
         ({"draws": 0}, "draws=0"),
         ({"rank": 4}, "between 0 and 3"),
+        ({"rank": 1}, "rank=1: only loopback plays one rank, add --loopback"),
     ],
 )
 def test_bad_settings_are_refused(changes, words):
@@ -149,7 +150,17 @@ def test_bad_settings_are_refused(changes, words):
         Config(**changes)
 
 
+def test_a_word_that_is_no_command_is_called_so():
+    done = bench("foo", "--ep", "2")
+    assert done.exit_code == 2
+    assert "No such command 'foo'" in done.stderr
+
+
 def test_bad_routing_and_subject_are_refused():
+    with pytest.raises(InputError, match=r"skew=2\.0: uniform has no exponent"):
+        Routing(kind="uniform", skew=2.0)
+    with pytest.raises(InputError, match="hot_expert has no exponent"):
+        Routing.parse("hot_expert:0.5")
     with pytest.raises(InputError, match="choose one of uniform"):
         Routing(kind="masked")
     with pytest.raises(InputError, match="no stage called"):

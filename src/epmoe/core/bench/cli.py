@@ -40,7 +40,7 @@ class _RunByDefault(TyperGroup):
     """`epmoe bench --ep 4` is `epmoe bench run --ep 4`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] != "--help"):
+        if not args or (args[0].startswith("-") and args[0] != "--help"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 

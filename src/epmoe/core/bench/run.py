@@ -15,7 +15,7 @@ from epmoe.core.bench import point as points
 from epmoe.core.bench.method import Clock, blocks_for, clock_for
 from epmoe.core.bench.results import Result
 from epmoe.core.bench.routers import make_router
-from epmoe.core.bench.streaming import ceiling
+from epmoe.core.bench.streaming import ceiling, rate_words
 from epmoe.core.bench.subjects import Setting, resolve_names
 from epmoe.core.bench.workload import Routing, layer_weights, make_draw
 from epmoe.core.errors import InputError
@@ -86,6 +86,8 @@ class Config:
             raise InputError(f"tokens={self.tokens}: give at least one T, each at least 1")
         if not 0 <= self.rank < self.ep:
             raise InputError(f"rank={self.rank}: must be between 0 and {self.ep - 1}")
+        if self.rank and not self.loopback:
+            raise InputError(f"rank={self.rank}: only loopback plays one rank, add --loopback")
         self._check_names()
 
     def _check_names(self) -> None:
@@ -114,7 +116,9 @@ def run(group: EPGroup, config: Config) -> Result:
     )
     result.ceiling = _ceiling(group, clock, base)
     result.clocks["before"] = provenance.clocks(group.device)
-    _say(group, config, f"reads at {result.ceiling['read_bytes_per_second'] / 1e12:.3f} TB/s")
+    _say(group, config, f"reads at {rate_words(result.ceiling['read_bytes_per_second'])}")
+    if config.profile and group.device.type != "cuda":
+        _say(group, config, "no profile: kernel times are those of a GPU, and this is a CPU")
     for place, tokens in enumerate(config.tokens):
         spent = max(row[0] for row in group.all_gather_ints([int(time.monotonic() - began)]))
         if config.seconds is not None and spent > config.seconds:

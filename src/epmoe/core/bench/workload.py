@@ -63,6 +63,8 @@ class Routing:
             raise InputError(f"routing={self.kind!r}: choose one of {', '.join(ROUTINGS)}")
         if not math.isfinite(self.skew):
             raise InputError(f"skew={self.skew}: give a finite exponent, such as 1.0")
+        if self.kind != "zipf" and self.skew != 1.0:
+            raise InputError(f"skew={self.skew}: {self.kind} has no exponent, choose routing zipf")
 
     @classmethod
     def parse(cls, word: str) -> "Routing":
