@@ -161,6 +161,13 @@ def test_nobody_can_lists_everybody():
         select(Spec(), {}, ())
 
 
+def test_zero_is_asked_for_too():
+    """Unlike a flag that is off, which asks for nothing."""
+    spec = Spec(memory=0, tokens=0, shape=TINY, graph_capturable=False)
+    assert str(spec).startswith("memory=0 B, tokens=0, ")
+    assert "graph_capturable" not in str(spec)
+
+
 def test_contradictions_are_refused():
     with pytest.raises(InputError, match="topk=3, the shape has 4"):
         Spec(shape=TINY, topk=3)

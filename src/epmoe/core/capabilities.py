@@ -169,7 +169,7 @@ class Spec(Wishes):
     def __str__(self) -> str:
         """Only what is asked for."""
         asked = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        words = [f"{name}={_short(name, value)}" for name, value in asked if value]
+        words = [f"{name}={_short(name, v)}" for name, v in asked if v or is_whole(v)]  # 0 is asked
         return ", ".join(words) or "anything"
 
 
