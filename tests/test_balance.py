@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from epmoe.core.balance import balance
 from epmoe.core.checkpoints import inspect
 from epmoe.core.cli import app
-from epmoe.core.commands.balance import routed_counts
+from epmoe.core.commands.balance import read_counts, routed_counts
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement, contiguous
 from epmoe.core.tour import find_model
@@ -206,3 +206,11 @@ def test_other_files_are_named(tmp_path, text):
     path = tmp_path / "counts.json"
     path.write_text(text)
     assert isinstance(command(str(path)).exception, InputError)
+
+
+def test_layers_of_different_numbers_of_experts_are_refused(tmp_path):
+    """One of them lacks counts, and its map would be of another model."""
+    path = tmp_path / "counts.json"
+    path.write_text("[[1, 2], [3, 4], [1]]")
+    with pytest.raises(InputError, match="2 experts in layer 0 and 1 in layer 2"):
+        read_counts(path)

@@ -58,6 +58,12 @@ def read_counts(path: Path) -> Counts:
     if not isinstance(data, list) or not data:
         raise InputError(f"{path} holds no counts: write [12, 0, 7, ...], or one such list a layer")
     layers = data if all(isinstance(one, list) for one in data) else [data]
+    for index, one in enumerate(layers):
+        if len(one) != len(layers[0]):
+            raise InputError(
+                f"{path} counts {len(layers[0])} experts in layer 0 and {len(one)} in layer {index}: give every layer "
+                "the counts of all its experts, with 0 for one that nobody named"
+            )
     return dict(enumerate(layers))
 
 
