@@ -133,7 +133,7 @@ def file(tmp_path):
 def test_command_shows_what_is_gained_and_what_is_not(file):
     result = command(str(file), "--ep", "2", "--redundant", "1")
     assert result.exit_code == 0, result.output
-    first, replicated, second = [line.split() for line in result.output.splitlines()[3:6]]
+    first, replicated, second = [line.split() for line in result.output.splitlines()[4:7]]
     assert first == ["0", "contiguous", "2", "160.0", "81.0", "1.98"]
     assert replicated == ["replicated", "3", "81.0", "81.0", "1.00"]
     assert second == ["1", "contiguous", "2", "10.0", "10.0", "1.00"]

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -17,14 +18,15 @@ from epmoe.core.commands.terminal import (
     Ranks,
     deliver,
     notes,
+    quiet_pipe,
+    text_of,
     time_limit,
     writable_in_new_folder,
 )
 from epmoe.core.commands.vllm import app as vllm
-from epmoe.core.errors import EpmoeError
+from epmoe.core.errors import EpmoeError, InputError
 from epmoe.core.plan.render import plan_command
 from epmoe.core.ranks.torchrun import world_size
-from epmoe.core.reading import read_text
 from epmoe.core.timeline.cli import trace_command
 
 app = typer.Typer(
@@ -38,15 +40,36 @@ app = typer.Typer(
 def main() -> None:
     """The console script: bad input ends with one clear line and exit code 2."""
     sys.argv[1:] = _complete_json(sys.argv[1:])
-    try:
-        app()
-    except EpmoeError as error:
-        notes.print(
-            f"epmoe: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True
-        )
-        for note in getattr(error, "__notes__", ()):
-            notes.print(note, highlight=False, markup=False)
-        sys.exit(2)
+    with quiet_pipe():
+        try:
+            app()
+        except EpmoeError as error:
+            _tell(error)
+            sys.exit(2)
+
+
+def _tell(error: EpmoeError) -> None:
+    """What went wrong; the ranks' tracebacks only where the input is not to blame."""
+    notes.print(f"epmoe: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+    for note in getattr(error, "__notes__", ()):
+        words = note.partition("\n")[0].rstrip(":") if isinstance(error, InputError) else note
+        notes.print(words, highlight=False, markup=False)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"epmoe {version('epmoe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def epmoe(
+    asked: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_version, help="Say it, and end."),
+    ] = False,
+) -> None:
+    """Options before a command."""
 
 
 def _complete_json(arguments: list[str]) -> list[str]:
@@ -65,7 +88,7 @@ def tour(
     ranks: Ranks = 4,
     device: Device = "auto",
     stage: Annotated[
-        list[str] | None, typer.Option(help="A stage; may be repeated. All by default.")
+        list[str] | None, typer.Option(help="Stages, with commas. All by default.")
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A text file to read instead of the built-in one.")
@@ -86,7 +109,7 @@ def tour(
     from epmoe.core.tour.view import render
 
     stages = tours.runnable_stages(stage or [])
-    words = read_text(text) if text else tours.TEXT
+    words = text_of(text) if text else tours.TEXT
     report = guide(
         notes,
         stages,

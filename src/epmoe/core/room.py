@@ -22,7 +22,9 @@ def rank_weight_bytes(shape: MoEShape, placement: Placement, dtype: torch.dtype)
     return max(placement.counts()) * shape.expert_parameters() * dtype.itemsize
 
 
-def check_room(group: EPGroup, shape: str, layers: int, layer_bytes: int, fix: str) -> None:
+def check_room(
+    group: EPGroup, shape: str, layers: int, layer_bytes: int, option: str | None = None
+) -> None:
     """Refuse weights that do not fit into the memory of a CPU's machine, on every rank. Collective.
 
     Ranks that share a machine share its memory. On a GPU, and where nobody can tell what is free, nothing is refused.
@@ -32,7 +34,7 @@ def check_room(group: EPGroup, shape: str, layers: int, layer_bytes: int, fix: s
         shape: its name, for the message.
         layers: how many layers each rank draws.
         layer_bytes: as `rank_weight_bytes`.
-        fix: options that make the weights smaller, for the message.
+        option: what sets the number of layers, where the user can; the message says how many fit.
 
     Raises:
         InputError: on some machine they need more than is free; the same on every rank.
@@ -46,11 +48,14 @@ def check_room(group: EPGroup, shape: str, layers: int, layer_bytes: int, fix: s
         known = [free for free in frees if free is not None]
         need = len(frees) * layers * layer_bytes * _BESIDES_WEIGHTS / 2**30
         if known and need > min(known):
+            fitting = int(layers * min(known) / need)
+            fewer = f"use {option} {fitting} or " if option and fitting else "use "
             raise InputError(
-                f"needs {need:.1f} GiB for {_count(layers, 'layer')} of {shape} on "
-                f"{_count(len(frees), 'rank')} of this machine, {min(known):.1f} are free: {fix}"
+                f"needs {need:.1f} GiB for {counted(layers, 'layer')} of {shape} on "
+                f"{counted(len(frees), 'rank')} of this machine, {min(known):.1f} are free: {fewer}--shape tiny"
             )
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """A number of things in words: 1 rank, 2 ranks."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -9,10 +9,10 @@ import typer
 from rich import box
 
 from epmoe.core.balance import Balance, balance
-from epmoe.core.commands.terminal import Json, deliver
+from epmoe.core.commands.terminal import Json, deliver, text_of
 from epmoe.core.errors import InputError
 from epmoe.core.placement import Placement
-from epmoe.core.reading import read_json, read_text
+from epmoe.core.reading import read_json
 from epmoe.core.tables import WholeTable
 
 Counts = Mapping[int, Sequence[int]]  # by layer
@@ -72,7 +72,7 @@ def routed_counts(model: Path, layer: int | None, text: Path | None, tokens: int
     from epmoe.core.checkpoints import hidden_states_of_layers, inspect, load_layer
     from epmoe.core.tour import TEXT
 
-    info, words = inspect(model), read_text(text) if text else TEXT
+    info, words = inspect(model), text_of(text) if text else TEXT
     layers, counts = info.moe_layers if layer is None else (layer,), {}
     for index, x_TH in hidden_states_of_layers(model, layers, words, tokens).items():
         ids_TK, _ = load_layer(model, index, experts=()).router(x_TH)

@@ -1,9 +1,12 @@
 """What the commands of `epmoe` share: options that mean the same everywhere, and how an answer is given."""
 
+import io
 import json
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +16,34 @@ from rich.console import Console, RenderableType
 from epmoe.core.errors import InputError
 from epmoe.core.ranks.time_limits import check_seconds
 from epmoe.core.ranks.torchrun import speaks
+from epmoe.core.reading import read_text
 
 # under torchrun every rank runs the command and rank 0 speaks
 answers = Console(quiet=not speaks())
 notes = Console(stderr=True, quiet=not speaks())  # progress: standard output stays clean for --json
+
+
+@contextmanager
+def quiet_pipe() -> Iterator[None]:
+    """Around a whole command: whoever reads its answer may stop reading, and may know ASCII only."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it ends: into a place that takes everything
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def text_of(path: Path) -> str:
+    """The text of a file for a model to read. Raises InputError where there is none."""
+    if text := read_text(path):
+        return text
+    raise InputError(f"no text in {path}: it is empty, name a file with at least one character")
 
 
 def check_file(path: Path | None, makes_folders: bool = False) -> None:
@@ -24,6 +51,8 @@ def check_file(path: Path | None, makes_folders: bool = False) -> None:
 
     makes_folders: the writer makes missing folders, so only what is there already can be in its way.
     """
+    if str(path) == "-":
+        raise InputError("- is no file: name one; only --json writes to standard output")
     if path is None or not speaks():  # other ranks write nothing, maybe on other machines
         return
     if not _can_be_written(path, makes_folders):

@@ -25,6 +25,7 @@ from epmoe.core.errors import InputError
 from epmoe.core.launch import RankPool, open_ranks
 from epmoe.core.placement import parse_placement
 from epmoe.core.ranks.torchrun import WorldRanks, speaks, under_torchrun, world_size
+from epmoe.core.room import counted
 from epmoe.core.shape import named_shape
 from epmoe.core.timeline import Report, Run, Text, record_rank, report_of
 from epmoe.core.timeline.events import chrome_trace
@@ -156,5 +157,5 @@ def _sentence(run: Run) -> str:
     given = "text" if text else f"{run.routing} routing"
     return (
         f"{run.stage}, {of}: {sizes.experts} experts, {sizes.topk} per token, H={sizes.hidden}, "
-        f"I={sizes.intermediate}; T={run.tokens}, {given}, {run.calls} calls"
+        f"I={sizes.intermediate}; T={run.tokens}, {given}, {counted(run.calls, 'call')}"
     )

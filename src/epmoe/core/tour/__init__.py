@@ -168,8 +168,16 @@ def _time(group: EPGroup, call) -> float:
 
 
 def runnable_stages(asked: Sequence[str]) -> list[str]:
-    """Registered names of the stages that were asked for, or of all. Raises InputError for an unknown one."""
-    return [registry.resolve(stage) for stage in asked] or registry.names()
+    """Registered names of the stages that were asked for, each once, or of all.
+
+    Args:
+        asked: names or numbers, each item one or several with commas.
+
+    Raises:
+        InputError: an unknown one.
+    """
+    named = [stage.strip() for words in asked for stage in words.split(",")]
+    return list(dict.fromkeys(map(registry.resolve, named))) or registry.names()
 
 
 def find_model(path: Path | None) -> Path:
@@ -178,6 +186,8 @@ def find_model(path: Path | None) -> Path:
     for candidate in candidates:
         if (candidate / "config.json").is_file():
             return candidate
+    if path:
+        raise InputError(f"no checkpoint at {path}: name a folder that holds a config.json")
     looked = ", ".join(map(str, candidates))
     raise InputError(
         f"no checkpoint at {looked}: give --model, or run inside a clone of the repository"

@@ -11,6 +11,7 @@ from epmoe.core.checkpoints import CheckpointInfo, hidden_states, inspect
 from epmoe.core.errors import UnsupportedError
 from epmoe.core.launch import open_ranks
 from epmoe.core.placement import contiguous
+from epmoe.core.room import counted
 from epmoe.core.tour import StageRow, TourReport, measure
 from epmoe.core.values import dtype_name, named_dtype
 
@@ -44,7 +45,7 @@ def guide(
     with open_ranks(ranks, device) as pool, steps:  # the ranks start while the model reads
         step = steps.add_task(f"{model.name} reads the text")
         x_TH = hidden_states(model, layer, text, tokens)
-        steps.update(step, description=f"starting {ranks} ranks")
+        steps.update(step, description=f"starting {counted(ranks, 'rank')}")
         used = named_dtype(dtype, pool.choice.device_type)
         rows: list[StageRow] = []
         visits: list[list[int]] = []
@@ -77,5 +78,5 @@ def _sentence(info: CheckpointInfo, layer: int, tokens: int, dtype: torch.dtype)
     sizes = info.shape
     return (
         f"Layer {layer} of {info.path.name}: {sizes.experts} experts, {sizes.topk} per token, H={sizes.hidden}, "
-        f"I={sizes.intermediate}, {str(dtype).removeprefix('torch.')}\n{tokens} tokens of real text"
+        f"I={sizes.intermediate}, {str(dtype).removeprefix('torch.')}\n{counted(tokens, 'token')} of real text"
     )

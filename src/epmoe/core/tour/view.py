@@ -1,14 +1,17 @@
 """The tour on a terminal: a table of stages, and a picture of where the tokens went."""
 
+from dataclasses import dataclass
+
 import torch
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from epmoe.core.tables import WholeTable
 from epmoe.core.tour import StageRow, TourReport
 
 SHADES = " ░▒▓█"
+ASCII_SHADES = " .:*#"
 
 
 def render(report: TourReport) -> RenderableType:
@@ -19,7 +22,7 @@ def render(report: TourReport) -> RenderableType:
         Text(_legend(report), "dim"),
         *_refusals(report),
         Text("\nWhere the tokens went: a column is an expert; the darker, the more visits", "bold"),
-        _picture(report),
+        Picture(report),
         _verdict(report),
     )
 
@@ -75,7 +78,17 @@ def _refusals(report: TourReport) -> list[Text]:
     ]
 
 
-def _picture(report: TourReport) -> WholeTable:
+@dataclass(frozen=True)
+class Picture:
+    """Where the tokens went, in characters that the terminal has."""
+
+    report: TourReport
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _picture(self.report, ASCII_SHADES if options.ascii_only else SHADES)
+
+
+def _picture(report: TourReport, shades: str) -> WholeTable:
     """Source ranks down, experts across in blocks by owner rank: the darker, the more tokens."""
     visits_RE = torch.tensor(report.visits)
     ranks, most = len(report.visits), max(1, int(visits_RE.max()))
@@ -85,7 +98,9 @@ def _picture(report: TourReport) -> WholeTable:
         picture.add_column(f"rank\n{rank}", no_wrap=True)
     picture.numbers("visits")
     for rank, row in enumerate(report.visits):
-        picture.add_row(f"rank {rank}", *_blocks(row, report.owners, ranks, most), str(sum(row)))
+        picture.add_row(
+            f"rank {rank}", *_blocks(row, report.owners, ranks, most, shades), str(sum(row))
+        )
     arrived = [
         str(sum(int(visits_RE[:, e].sum()) for e, owner in enumerate(report.owners) if owner == r))
         for r in range(ranks)
@@ -95,11 +110,11 @@ def _picture(report: TourReport) -> WholeTable:
     return picture
 
 
-def _blocks(row: list[int], owners: list[int], ranks: int, most: int) -> list[str]:
-    shades = [SHADES[-(-count * (len(SHADES) - 1) // most)] for count in row]
+def _blocks(row: list[int], owners: list[int], ranks: int, most: int, shades: str) -> list[str]:
+    drawn = [shades[-(-count * (len(shades) - 1) // most)] for count in row]
     wide = 2 if len(row) <= 24 else 1
     return [
-        "".join(shade * wide for shade, owner in zip(shades, owners, strict=True) if owner == rank)
+        "".join(shade * wide for shade, owner in zip(drawn, owners, strict=True) if owner == rank)
         for rank in range(ranks)
     ]
 
