@@ -102,7 +102,7 @@ def check_memory(group: EPGroup, request: Request) -> None:
     """Raise InputError on every rank where the weights do not fit into a CPU's memory; a rank program."""
     shape = request.shape
     layer_bytes = rank_weight_bytes(shape, contiguous(shape.experts, request.ranks), request.dtype)
-    check_room(group, shape.name, request.layers, layer_bytes, "use --shape tiny")
+    check_room(group, shape.name, request.layers, layer_bytes)
 
 
 def matches(entry: dict[str, Any], key: dict[str, Any]) -> bool:

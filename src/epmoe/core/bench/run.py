@@ -174,7 +174,7 @@ def _base(group: EPGroup, config: Config) -> Setting:
     rank = config.rank if config.loopback else group.rank
     layer_bytes = rank_weight_bytes(shape, placement, dtype)
     layers = _layers_that_fit(group, config.layers, layer_bytes)
-    check_room(group, shape.name, layers, layer_bytes, "use --shape tiny or fewer --layers")
+    check_room(group, shape.name, layers, layer_bytes, option="--layers")
     mine = placement.experts_of(rank)
     _say(group, config, f"drawing {layers} layers of {len(mine)} experts")
     router, router_name = make_router(config.router, shape, group.device)
