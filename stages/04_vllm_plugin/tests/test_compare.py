@@ -1,15 +1,18 @@
 """What is run and in which order, what is refused, how ranks start and end; no vLLM needed."""
 
 import io
+import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from epmoe.core.errors import InputError, RankFailedError, RunTimeoutError
-from epmoe.vllm_plugin import commands, compare, engines, view
+from epmoe.vllm_plugin import commands, compare, engine_program, engines, view
 from epmoe.vllm_plugin.compare import Plan, job_for, spread
 from epmoe.vllm_plugin.jobs import Answer, Job, Request
 from epmoe.vllm_plugin.judge import Outcome
@@ -154,6 +157,61 @@ def test_at_once_starts_every_engine_before_any_ends(monkeypatch):
     plan = Plan(model="m", stages=stages, prompts=("a", "b"), tokens=2, device="cuda", at_once=True)
     found = compare.compare(plan, "python", lambda words: None)
     assert [one.stage for one in found.results] == list(stages)
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+
+
+def of_unknown_kind(folder: Path) -> None:
+    (folder / "config.json").write_text('{"architectures": ["Other"]}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "sabotage", "words"),
+    [
+        (truncated, None, "is no whole safetensors file"),
+        (None, 99, "sabotage=99: the model has experts 0 to 31"),
+        (None, -1, "sabotage=-1: the model has experts 0 to 31"),
+    ],
+)
+def test_what_every_engine_would_stumble_over_is_refused_before_one_starts(
+    tmp_path, monkeypatch, tiny_model, damage, sabotage, words
+):
+    def never(*_):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(compare, "run_once", never)
+    copied = shutil.copytree(tiny_model, tmp_path / "model")
+    if damage:
+        damage(copied)
+    plan = Plan(model=str(copied), stages=(NATIVE, STAGE), sabotage=sabotage)
+    with pytest.raises(InputError, match=words):
+        compare.compare(plan, "python", lambda words: None)
+
+
+def test_an_expert_to_spoil_is_looked_at_by_the_engine_where_only_it_can(tmp_path, tiny_model):
+    copied = shutil.copytree(tiny_model, tmp_path / "model")
+    of_unknown_kind(copied)
+    compare.check_model(Plan(model=str(copied), stages=(NATIVE,), sabotage=99))
+    with pytest.raises(InputError, match="sabotage=4: the model has experts 0 to 3"):
+        engine_program.spoil(RoutedExperts(), 4)
+    with pytest.raises(InputError, match="sabotage=-1"):
+        engine_program.spoil(RoutedExperts(), -1)
+    module = RoutedExperts()
+    assert engine_program.spoil(module, 3) == 1
+    assert module.w2_weight[:, 0, 0].tolist() == [1, 1, 1, -1]
+
+
+class RoutedExperts(torch.nn.Module):
+    """Of vLLM's by its name: all 4 experts on one rank, every weight 1."""
+
+    expert_map = None
+
+    def __init__(self):
+        super().__init__()
+        self.w2_weight = torch.nn.Parameter(torch.ones(4, 2, 2))
 
 
 @pytest.mark.parametrize(

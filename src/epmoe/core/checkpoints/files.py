@@ -49,6 +49,11 @@ class TensorFiles:
         """The names of all tensors."""
         return list(self._file_of)
 
+    def open_all(self) -> None:
+        """Read the header of every file; InputError where one is missing, or shorter than its header says."""
+        for file in sorted(set(self._file_of.values())):
+            self._file(file)
+
     def dtype(self, name: str) -> torch.dtype:
         """The dtype a tensor is stored in; InputError for a quantised one."""
         stored = self._slice(name).get_dtype()
@@ -108,6 +113,17 @@ class TensorFiles:
         raise InputError(
             f"{self.path} holds neither {SINGLE} nor {INDEX}: only safetensors checkpoints are read"
         )
+
+
+def check_files(path: str | Path) -> None:
+    """Raise InputError where a safetensors file of the checkpoint folder is damaged or missing; loads no weights.
+
+    A folder without such files passes: what serves it may read others.
+    """
+    folder = Path(path)
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        with TensorFiles(folder) as files:
+            files.open_all()
 
 
 def _weight_map(index: Path) -> dict[str, str]:

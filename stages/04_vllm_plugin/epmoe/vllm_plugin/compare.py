@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from epmoe.core import registry
+from epmoe.core.checkpoints import inspect
+from epmoe.core.checkpoints.config import by_transformers
+from epmoe.core.checkpoints.files import check_files
 from epmoe.core.errors import InputError, RankFailedError, RunTimeoutError
 from epmoe.vllm_plugin import engines
-from epmoe.vllm_plugin.jobs import Job, Request, check_place
+from epmoe.vllm_plugin.jobs import Job, Request, check_expert, check_place
 from epmoe.vllm_plugin.judge import Outcome, StageResult, judge
 from epmoe.vllm_plugin.settings import NATIVE, NATIVE_EAGER
 
@@ -127,11 +130,23 @@ def resolve_stages(names: str) -> tuple[str, ...]:
     )
 
 
+def check_model(plan: Plan) -> None:
+    """Raise InputError, before any engine starts, for a damaged checkpoint or an expert to spoil that it has not."""
+    check_files(plan.model)
+    if plan.sabotage is None:
+        return
+    try:
+        experts = inspect(plan.model).shape.experts
+    except InputError:  # of a family that only vLLM reads: its engine looks at the expert
+        return
+    check_expert(plan.sabotage, experts)
+
+
 def tokenise(model: str, prompts: Sequence[str]) -> list[list[int]]:
     """Token ids of every prompt, by the checkpoint's own tokenizer."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = by_transformers(AutoTokenizer.from_pretrained, Path(model), "tokenizer")
     return [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
 
 
@@ -174,8 +189,10 @@ def compare(plan: Plan, python: str, say: Callable[[str], None] = print) -> Comp
     """Run every stage `plan.rounds` times, in turn. A stage that fails is out, with its last words; the others go on.
 
     Raises:
+        InputError: as `check_model`.
         RankFailedError, RunTimeoutError: native vLLM failed, and there is nothing to hold the others against.
     """
+    check_model(plan)
     ids = tokenise(plan.model, plan.prompts)
     requests = [Request(ids=one, tokens=plan.tokens) for one in ids]
     stages = sorted(plan.stages, key=lambda stage: stage != NATIVE)

@@ -16,7 +16,7 @@ import torch
 from epmoe.core.bench.provenance import machine
 from epmoe.core.ranks import stacks
 from epmoe.vllm_plugin import engines, report
-from epmoe.vllm_plugin.jobs import Answer, Job
+from epmoe.vllm_plugin.jobs import Answer, Job, check_expert
 
 TOP = 5  # log-probabilities kept of each generated token
 
@@ -93,6 +93,7 @@ def spoil(model: torch.nn.Module, expert: int) -> int:
         if type(module).__name__ != "RoutedExperts":
             continue
         places: Any = module.expert_map
+        check_expert(expert, len(module.w2_weight if places is None else places))  # pyright: ignore[reportArgumentType]
         slot = expert if places is None else int(places[expert])
         if slot >= 0:
             module.w2_weight.data[slot].neg_()  # pyright: ignore[reportIndexIssue, reportCallIssue]

@@ -96,3 +96,9 @@ def check_place(stages: Sequence[str], device: str) -> None:
         )
     if device not in DEVICES:
         raise InputError(f"device={device!r}: choose one of {', '.join(DEVICES)}")
+
+
+def check_expert(sabotage: int, experts: int) -> None:
+    """Raise InputError unless the model's MoE layers have the expert that is to be spoilt."""
+    if not 0 <= sabotage < experts:
+        raise InputError(f"sabotage={sabotage}: the model has experts 0 to {experts - 1}")
