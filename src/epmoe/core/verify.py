@@ -28,8 +28,7 @@ from epmoe.core.poison import poisoned
 from epmoe.core.weights import ExpertWeights
 from epmoe.reference.oracle import expert_output, oracle
 
-# In units of the dtype's eps; see `tolerance`.
-_TOLERANCE = {torch.float32: 16.0, torch.bfloat16: 2.0, torch.float16: 2.0}
+_TOLERANCE = {torch.float32: 16.0, torch.bfloat16: 2.0, torch.float16: 2.0}  # in units of eps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +102,8 @@ def tolerance(dtype: torch.dtype) -> float:
     """The largest error, relative to the terms, of a correct layer in `dtype`.
 
     Half types round three times: gate and up, their product, the result; float32 adds H and I products in the
-    library's own order, worst where a token's only expert has products that cancel: 10 eps in some thousand rows. About
-    twice what right code shows, and tests/test_core_verify.py holds it to that.
+    library's own order, worst where those of a token's only expert cancel (10 eps in some thousand rows). About twice
+    what right code shows, and tests/test_core_verify.py holds it to that.
     """
     return _TOLERANCE[dtype] * torch.finfo(dtype).eps
 
