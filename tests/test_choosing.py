@@ -11,7 +11,8 @@ from epmoe.core.capabilities import Spec
 from epmoe.core.choosing import LADDER_ORDER, Verdict, candidates, merge, select
 from epmoe.core.errors import InputError, UnsupportedError
 from epmoe.core.memory import Memory, in_words, parse_bytes
-from epmoe.core.shape import SHAPES
+from epmoe.core.shape import SHAPES, MoEShape
+from epmoe.core.weights import ExpertWeights, random_weights
 
 SLOW = stage(deterministic=True)
 FAST = stage(
@@ -166,6 +167,20 @@ def test_zero_is_asked_for_too():
     spec = Spec(memory=0, tokens=0, shape=TINY, graph_capturable=False)
     assert str(spec).startswith("memory=0 B, tokens=0, ")
     assert "graph_capturable" not in str(spec)
+
+
+def test_weights_that_no_kernel_reads_leave_the_rung_before():
+    """Columns are dense, not rows: as a transposed view of what another library holds."""
+    shape = MoEShape(hidden=16, intermediate=8, experts=4, topk=2)
+    plain = random_weights(shape, range(4), dtype=torch.bfloat16)
+    by_columns = ExpertWeights(plain.w13_E2IH, plain.w2_EHI.mT.contiguous().mT)
+    asked = {"dtype": torch.bfloat16, "device": "cuda", "arch": (9, 0), "shape": shape}
+    stages = {name: registry.load(name) for name in ("02_fixed_capacity", "03_fused_triton")}
+    assert select(Spec(**asked, weights=plain), stages, ()).chosen == "03_fused_triton"
+    found = select(Spec(**asked, weights=by_columns), stages, ())
+    assert found.chosen == "02_fixed_capacity"
+    (reason,) = found.reasons["03_fused_triton"]
+    assert "pass w2.contiguous()" in reason
 
 
 def test_contradictions_are_refused():

@@ -11,6 +11,7 @@ from epmoe.core.errors import InputError
 from epmoe.core.memory import LayerSize, in_words
 from epmoe.core.shape import MoEShape
 from epmoe.core.values import is_whole
+from epmoe.core.weights import ExpertWeights
 
 FLAGS = ("graph_capturable", "deterministic", "batch_invariant", "maskable")
 
@@ -118,6 +119,7 @@ class Spec(Wishes):
         ranks: EP.
         shape: sizes of the layer, for its memory and for what was measured; gives topk and experts too.
         local_experts: the most experts that a rank holds; None for an even share.
+        weights: of this rank's experts, for how they lie in memory; not shown.
         options: build options that the stage must take.
     """
 
@@ -133,6 +135,7 @@ class Spec(Wishes):
     ranks: int | None = None
     shape: MoEShape | None = None
     local_experts: int | None = None
+    weights: ExpertWeights | None = field(default=None, repr=False, compare=False)
     options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -168,7 +171,7 @@ class Spec(Wishes):
 
     def __str__(self) -> str:
         """Only what is asked for."""
-        asked = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        asked = [(f.name, getattr(self, f.name)) for f in fields(self) if f.repr]
         words = [f"{name}={_short(name, v)}" for name, v in asked if v or is_whole(v)]  # 0 is asked
         return ", ".join(words) or "anything"
 

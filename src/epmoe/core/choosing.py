@@ -141,6 +141,7 @@ def needs(spec: "LayerSpec") -> Spec:
         ranks=spec.group.size,
         shape=spec.shape,
         local_experts=max(spec.placement.counts()),
+        weights=spec.weights,
         options=spec.options,
     )
 
@@ -170,6 +171,7 @@ def reasons_against(stage: Stage, spec: Spec, options: Mapping[str, object]) -> 
         *can.reasons_against(spec),
         *_options_missed(stage, can, spec),
         *_too_much_memory(stage, spec),
+        *_unreadable(stage, spec),
     ]
 
 
@@ -246,6 +248,12 @@ def _too_much_memory(stage: Stage, spec: Spec) -> list[str]:
     return [
         f"buffers may take {kept}{in_words(needs.call)} in a call, over the limit of {in_words(spec.memory)}"
     ]
+
+
+def _unreadable(stage: Stage, spec: Spec) -> list[str]:
+    if spec.weights is None or stage.reasons_against is None:
+        return []
+    return stage.reasons_against(spec.weights)
 
 
 def _choose(spec: Spec, verdicts: Mapping[str, Verdict], found: Comparison | None) -> Selection:

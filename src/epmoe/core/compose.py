@@ -48,6 +48,7 @@ def compose(exchange: ExchangePart, experts: ExpertsPart, summary: str | None = 
         tuner=experts.tuner,
         memory=_memory(exchange, experts),
         grants=_grants(exchange, experts),
+        reasons_against=experts.reasons_against,
         parts=(exchange, experts),
     )
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from epmoe.core.memory import LayerSize, Memory
     from epmoe.core.split import Exchange, Experts
     from epmoe.core.tune import Tuner
+    from epmoe.core.weights import ExpertWeights
     from epmoe.core.workspace import Workspace
 
 
@@ -66,6 +67,7 @@ class ExpertsPart:
         options, switches, grants: as in `ExchangePart`.
         memory: as in `ExchangePart`, given also what will be delivered.
         tuner: measures configurations for `epmoe tune`, or None where there is nothing to tune.
+        reasons_against: why weights cannot be read where they lie in memory, in words; None where all layouts can.
     """
 
     name: str
@@ -78,3 +80,4 @@ class ExpertsPart:
     memory: "Callable[[LayerSize, Delivers], Memory] | None" = None
     grants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     tuner: "Tuner | None" = None
+    reasons_against: "Callable[[ExpertWeights], list[str]] | None" = None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from epmoe.core.layer_spec import LayerSpec
     from epmoe.core.memory import LayerSize, Memory
     from epmoe.core.tune import Tuner
+    from epmoe.core.weights import ExpertWeights
 
 STAGES, EXCHANGES, EXPERTS = "epmoe.stages", "epmoe.exchanges", "epmoe.experts"
 JOINT = "+"  # between the names of a pair
@@ -43,6 +44,7 @@ class Stage:
         overflow: what calls with more than max_tokens_per_rank tokens do by default, "raise" or "rounds".
         memory: bytes of buffers for layers of a size, with the default options; None where nobody worked them out.
         grants: capability -> the options that switch it on.
+        reasons_against: why weights cannot be read where they lie in memory, in words; None where all layouts can.
         parts: what it is composed of, None for a layer that is written whole.
     """
 
@@ -55,6 +57,7 @@ class Stage:
     tuner: "Tuner | None" = None
     memory: "Callable[[LayerSize], Memory] | None" = None
     grants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    reasons_against: "Callable[[ExpertWeights], list[str]] | None" = None
     parts: tuple[ExchangePart, ExpertsPart] | None = None
 
     def problems_with(self, options: Mapping[str, object]) -> list[str]:

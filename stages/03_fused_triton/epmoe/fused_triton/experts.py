@@ -13,7 +13,6 @@ from epmoe.core.split import Experts, Rows
 from epmoe.core.workspace import Workspace
 from epmoe.fused_triton import fusions, kernels, twins, work_list
 from epmoe.fused_triton.tuning import Choice, Tuning
-from epmoe.fused_triton.weight_layout import expert_rows
 
 
 class TritonExperts(Experts):
@@ -26,8 +25,6 @@ class TritonExperts(Experts):
 
     def __init__(self, spec: LayerSpec, workspace: Workspace, delivers: Delivers):
         self.weights, self.workspace, self.spec = spec.weights, workspace, spec
-        for name, w_EAB in (("w13", self.weights.w13_E2IH), ("w2", self.weights.w2_EHI)):
-            expert_rows(name, w_EAB)  # refuses what kernels cannot read
         self.static = delivers.sizes == "static"
         # of rows that everybody gets, one in EP is likely to be for this rank; any number is right
         self.ranks = spec.group.size if self.static else 1

@@ -18,7 +18,7 @@ from epmoe.core.parts import ExchangePart, ExpertsPart
 from epmoe.core.placement import KINDS
 from epmoe.core.split import Exchange, Experts
 from epmoe.core.workspace import OPTION, Workspace
-from epmoe.fused_triton import fusions, interpreter, work_list
+from epmoe.fused_triton import fusions, interpreter, weight_layout, work_list
 from epmoe.fused_triton.tuner import TUNER
 
 WITHOUT = {"without": "fusions to switch off, such as 'pack,merge': " + ", ".join(fusions.FUSIONS)}
@@ -103,6 +103,7 @@ EXPERTS = ExpertsPart(
     memory=_experts_memory,
     grants={"batch_invariant": {"batch_invariant": True}},
     tuner=TUNER,
+    reasons_against=weight_layout.reasons_against,
 )
 
 STAGE = compose(

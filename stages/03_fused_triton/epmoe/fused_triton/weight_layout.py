@@ -10,6 +10,18 @@ import torch
 from torch import Tensor
 
 from epmoe.core.errors import UnsupportedError
+from epmoe.core.weights import ExpertWeights
+
+
+def reasons_against(weights: ExpertWeights) -> list[str]:
+    """Why kernels cannot read these weights where they lie, in words; empty when they can."""
+    reasons = []
+    for name, w_EAB in (("w13", weights.w13_E2IH), ("w2", weights.w2_EHI)):
+        try:
+            expert_rows(name, w_EAB)
+        except UnsupportedError as error:
+            reasons.append(str(error))
+    return reasons
 
 
 def expert_rows(name: str, w_EAB: Tensor) -> int:
