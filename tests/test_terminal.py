@@ -26,8 +26,15 @@ def refused(*words: object) -> str:
 def test_a_reader_that_stops_reading_is_no_error(command):
     reader, writer = os.pipe()
     os.close(reader)
+    # with a buffer, as it is by default: what is in it is written at the very end
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        [*EPMOE, *command], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=100
+        [*EPMOE, *command],
+        env=buffered,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
     )
     os.close(writer)
     assert done.stderr == ""
