@@ -140,9 +140,9 @@ def _median(by_call: Mapping[int, float]) -> float:
 
 def render(times: Sequence[PhaseTime]) -> WholeTable:
     """One row per phase, parts indented; microseconds per call."""
-    table = WholeTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = WholeTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("phase", no_wrap=True)  # its indent is the tree
-    table.numbers("slowest, us", "on rank", "waiting, us", "fastest, us", "spread, us")
+    table.numbers("slowest\nus", "on\nrank", "waiting\nus", "fastest\nus", "spread\nus")
     for time in times:
         seconds = (time.waiting[time.slowest], min(time.by_rank), time.spread)
         table.add_row(

@@ -218,9 +218,9 @@ def render(stats: RoutingStats, active_per_call: Sequence[float] | None = None) 
         stats: of one or more calls.
         active_per_call: active experts of every rank in one call on average, to show in place of those of all calls.
     """
-    table = WholeTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    active = "active" if active_per_call is None else "active a call"
-    names = ("rank", "tokens", "idle", "assigned", "over mean", active)
+    table = WholeTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    active = "active" if active_per_call is None else "active\na call"
+    names = ("rank", "tokens", "idle", "assigned", "over\nmean", active)
     table.numbers(*names, *(("given", "needed") if stats.delivered else ()))
     mean = sum(stats.assignments) / stats.ranks
     for rank, assigned in enumerate(stats.assignments):
