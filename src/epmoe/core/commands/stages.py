@@ -44,9 +44,10 @@ def refuse_questions(context: typer.Context) -> None:
 def listing() -> tuple[list[dict[str, Any]], WholeTable]:
     """The registered stages and what they declare, as data and as a table, which names the pairs below."""
     table = WholeTable(box=None)
-    table.words("stage", "idea")
+    table.add_column("stage", no_wrap=True)  # names and options are to be typed as they stand
+    table.words("idea")
     for name in ("graph", "deterministic", "batch invariant"):
-        table.add_column(name, no_wrap=True)  # options in these are to be typed as they stand
+        table.add_column(name, no_wrap=True)
     table.caption = f"And pairs of exchange{registry.JOINT}experts: {', '.join(registry.pairs())}"
     data = []
     for name in registry.names():
