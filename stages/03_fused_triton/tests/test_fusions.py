@@ -58,7 +58,9 @@ def test_another_router_rounds_weights_by_itself(stage, route):
     """The same experts, or whole outputs would differ; their weights within a few roundings."""
     for (y_TH, _), (fused_TH, _) in zip(route("router"), route(), strict=True):
         largest = max(fused_TH.abs().flatten().tolist(), default=0.0)
-        torch.testing.assert_close(y_TH, fused_TH, rtol=0, atol=tolerance(torch.float32) * largest)
+        torch.testing.assert_close(
+            y_TH, fused_TH, rtol=0, atol=tolerance(torch.float32) / 2 * largest
+        )
 
 
 @pytest.mark.parametrize("fusion", FUSIONS)

@@ -16,7 +16,7 @@ from epmoe.core.errors import InputError
 from epmoe.core.routing import route
 from epmoe.core.shape import MoEShape
 
-Router = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Route = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 # What a result says of a subject that is given logits, not ids. The second could fuse its router, and an ablation has
 # switched that off. Before they were told apart, results called both by the first.
@@ -24,7 +24,7 @@ FUSED = "the layer's own"
 UNFUSED = "torch operators of its own"
 
 
-def make_router(name: str, shape: MoEShape, device: torch.device) -> tuple[Router, str]:
+def make_router(name: str, shape: MoEShape, device: torch.device) -> tuple[Route, str]:
     """The router of subjects that need ids, and its full name.
 
     Args:
@@ -47,7 +47,7 @@ def make_router(name: str, shape: MoEShape, device: torch.device) -> tuple[Route
     return make_router("torch", shape, device)
 
 
-def _stage_router(stage: str, shape: MoEShape) -> tuple[Router, str]:
+def _stage_router(stage: str, shape: MoEShape) -> tuple[Route, str]:
     kernel = _kernel_of(stage)
     if kernel is None:
         raise InputError(

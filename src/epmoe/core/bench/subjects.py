@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epmoe.core import registry
 from epmoe.core.bench.peers import DrawLoopback, LoopbackPeers, NoPeers, Peers, RankPeers
-from epmoe.core.bench.routers import FUSED, UNFUSED, Router
+from epmoe.core.bench.routers import FUSED, UNFUSED, Route
 from epmoe.core.bench.workload import Draw
 from epmoe.core.capabilities import Capabilities, Spec
 from epmoe.core.errors import InputError, UnsupportedError
@@ -52,7 +52,7 @@ class Setting:
     weights: Sequence[ExpertWeights]
     draws: Sequence[Draw]
     tokens: int
-    router: Router
+    router: Route
     router_name: str
 
     @property

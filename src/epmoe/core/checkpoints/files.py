@@ -104,9 +104,8 @@ class TensorFiles:
         return self._open[file]
 
     def _locate(self) -> dict[str, str]:
-        if (
-            self.path / SINGLE
-        ).is_file():  # first, as transformers does: an index beside it may be an old one
+        # first, as transformers does: an index beside it may be an old one
+        if (self.path / SINGLE).is_file():
             return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         if (self.path / INDEX).is_file():
             return _weight_map(self.path / INDEX)

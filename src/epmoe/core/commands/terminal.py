@@ -129,9 +129,8 @@ def deliver_text(text: str, target: str | None, table: RenderableType) -> None:
     if target == "-":
         print(text, end="")
         return
-    answers.print(
-        table, crop=False
-    )  # first: whatever happens to the file, the answer has been given
+    # first: whatever happens to the file, the answer has been given
+    answers.print(table, crop=False)
     if target is not None:
         write_answer(Path(target), text)
 

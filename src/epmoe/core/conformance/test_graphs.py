@@ -40,8 +40,9 @@ def test_thousand_replays(stage, gpu_run, capabilities, ranks, dtype):
     case = Case(stage=stage, shape=USUAL, tokens=((8,) * ranks,), dtype=dtype, capacity=8)
     for found in gpu_run(soak_program.soak, case, 1000, timeout=240.0):
         assert found.replays == 1000
-        # so many rows reach further into the tail of right arithmetic than the few of other checks
-        assert found.error <= 2 * tolerance(dtype), found
+        # float32's tolerance is made for thousands of rows, that of half types for the few of other checks
+        tail = 1 if dtype == torch.float32 else 2
+        assert found.error <= tail * tolerance(dtype), found
         assert found.unlike_eager == 0, found
 
 

@@ -75,9 +75,8 @@ def _route_pack_kernel(
     else:
         ids = tl.load(ids_ptr + t * K + offs_k, mask=mask_k & live, other=-1)
         weights = tl.load(weights_ptr + t * K + offs_k, mask=mask_k & live, other=0.0)
-    known = (
-        mask_k & live & (ids >= 0) & (ids < E)
-    )  # int64 ids as they are: narrowed, 2**32 would be expert 0
+    # int64 ids as they are: narrowed, 2**32 would be expert 0
+    known = mask_k & live & (ids >= 0) & (ids < E)
     owner = tl.load(owner_ptr + ids, mask=known, other=-1)
     slot = tl.load(slot_ptr + ids, mask=known, other=-1)
     weights = tl.where(known, weights, 0.0)

@@ -12,6 +12,7 @@ Up to SMALL_SLOTS one launch does it: every program compares its slots with all 
 between programs). Above, two launches: counts per block of slots, then places.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +71,11 @@ def _bins(local_experts: int) -> int:
 
 
 def make_tiles(
-    slots: int, local_experts: int, tile_rows: int, device: torch.device | str, empty=torch.empty
+    slots: int,
+    local_experts: int,
+    tile_rows: int,
+    device: torch.device | str,
+    empty: Callable[..., Tensor] = torch.empty,
 ) -> ExpertTiles:
     """The work list for `slots` = R * K received slots, allocated by `empty`, with the arguments of `torch.empty`."""
     need(

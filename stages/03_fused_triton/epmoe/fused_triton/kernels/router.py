@@ -70,7 +70,7 @@ def order_key(score):
 
 @triton.jit
 def score_of_key(key):
-    """The score again; the bits of NAN_KEY are themselves a NaN."""
+    """The score again: -1.0 of -1065353217, its key. The bits of NAN_KEY are themselves a NaN."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
